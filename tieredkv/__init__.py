@@ -1,0 +1,1 @@
+"""A tiered prompt (KV) cache for MLX."""

@@ -1,0 +1,322 @@
+"""Values and contracts that every other module shares. Imports nothing of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NewType, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT_VERSION = 1
+BLOCK_TOKENS = 256
+CACHE_TYPES = ("assistant", "user", "system")
+
+BlockKey = NewType("BlockKey", bytes)
+Tokens = NDArray[np.int64]
+
+# Bytes per element of every dtype a block may hold, under MLX's own names.
+ITEMSIZE = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "uint16": 2,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint32": 4,
+    "int32": 4,
+    "float32": 4,
+    "uint64": 8,
+    "int64": 8,
+}
+
+
+class TieredKVError(Exception):
+    """Base of every error the package raises."""
+
+
+class Refused(TieredKVError):
+    """State that can't be stored without risking a wrong answer; ``reason`` is the counter's label."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class CorruptBlob(TieredKVError):
+    """An encoded block that is not what the format allows, or not what its record says."""
+
+
+class ColdTierUnavailable(TieredKVError):
+    """The cold directory can't be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What blocks are never shared across.
+
+    ``model``, ``adapter`` and ``draft`` are content fingerprints, ``host`` the versions of
+    mlx and mlx-lm and the device, ``shard`` this rank's share of the model ("rank/world/mode"),
+    ``layout`` the canonical JSON of the cache layout, or "" where it isn't known yet: such a
+    namespace is a *base*, the parent of one namespace per layout.
+    """
+
+    model: str
+    adapter: str = ""
+    draft: str = ""
+    host: str = ""
+    shard: str = "0/1"
+    salt: bytes = b""
+    block_tokens: int = BLOCK_TOKENS
+    layout: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Dtype and shape of one stacked tensor of a block: ``(leaves, heads, tokens, width)``.
+
+    Equal-shaped leaves of all layers are stacked on axis 0; tokens are on axis 2.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        size = ITEMSIZE[self.dtype]
+        for n in self.shape:
+            size *= n
+        return size
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """The state of all layers at consecutive tokens. Immutable, shared by every prompt that has it.
+
+    ``tensors`` are C-contiguous and support the buffer protocol: ``mx.array`` in the hot tier,
+    ``numpy`` words (bfloat16 and float16 as uint16) when decoded from the cold tier. ``specs``
+    gives the true dtypes. ``tokens`` is little-endian int64, 8 bytes a token.
+    """
+
+    root: BlockKey
+    parent: BlockKey
+    key: BlockKey
+    tokens: bytes
+    specs: tuple[TensorSpec, ...]
+    tensors: tuple[Any, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the block, 1 to ``block_tokens``."""
+        return len(self.tokens) // 8
+
+    @property
+    def n_bytes(self) -> int:
+        """Raw bytes of the tensors."""
+        return sum(spec.n_bytes for spec in self.specs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """A token sequence cut into blocks under one namespace: ``keys[i]`` covers ``tokens_of(i)``.
+
+    All blocks are full but the last, which may be a tail.
+    """
+
+    root: BlockKey
+    tokens: Tokens
+    block_tokens: int
+    keys: tuple[BlockKey, ...]
+
+    @property
+    def n_full(self) -> int:
+        """Blocks that hold exactly ``block_tokens`` tokens."""
+        return len(self.tokens) // self.block_tokens
+
+    def parent(self, i: int) -> BlockKey:
+        """Key of the block before block ``i``; the namespace root for the first."""
+        return self.keys[i - 1] if i else self.root
+
+    def span(self, i: int) -> tuple[int, int]:
+        """First token of block ``i`` and one past its last."""
+        start = i * self.block_tokens
+        return start, min(start + self.block_tokens, len(self.tokens))
+
+    def tokens_of(self, i: int) -> bytes:
+        """Tokens of block ``i`` as little-endian int64."""
+        start, stop = self.span(i)
+        return self.tokens[start:stop].astype("<i8", copy=False).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A child block that shares its first ``n_tokens`` tokens with a query."""
+
+    key: BlockKey
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest restorable prefix found, before anything is read.
+
+    ``keys`` are the blocks in order, ``n_tokens`` the hit length: the last block may be used
+    only in part. The first ``n_hot`` keys are in the hot tier.
+    """
+
+    keys: tuple[BlockKey, ...] = ()
+    n_tokens: int = 0
+    n_hot: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """Blocks loaded for a prompt: their first ``n_tokens`` tokens are its prefix.
+
+    ``n_hot`` and ``n_cold`` say how many of those tokens came from which tier.
+    """
+
+    blocks: tuple[Block, ...]
+    n_tokens: int
+    n_hot: int = 0
+    n_cold: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A fault that ``check()`` found: where, and what is wrong there."""
+
+    tier: str
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of a store. Sizes are bytes; ``cold_dir`` None means memory only.
+
+    ``queue_bytes`` bounds the blocks that wait for their commit; they are held in the hot tier
+    and counted there. None means three quarters of ``hot_bytes``.
+    """
+
+    cold_dir: Path | None = None
+    hot_bytes: int = 2 << 30
+    cold_bytes: int = 16 << 30
+    block_tokens: int = BLOCK_TOKENS
+    salt: bytes = b""
+    max_entries: int | None = None
+    queue_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hot_bytes < 0 or self.cold_bytes <= 0:
+            raise ValueError("hot_bytes must be 0 or more and cold_bytes positive")
+        if not 1 <= self.block_tokens <= 4096:
+            raise ValueError("block_tokens must be between 1 and 4096")
+        if self.max_entries is not None and self.max_entries < 0:
+            raise ValueError("max_entries must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Size of one tier: bytes held against its cap, and blocks."""
+
+    n_bytes: int = 0
+    cap_bytes: int = 0
+    n_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A reading of a store. Counters run from its opening; tiers and queue are as of now."""
+
+    hot: TierStats = TierStats()
+    cold: TierStats = TierStats()
+    entries: int = 0
+    queue_bytes: int = 0
+    queue_blocks: int = 0
+    hits: int = 0
+    hit_tokens_hot: int = 0
+    hit_tokens_cold: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    inserts: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    promotes: int = 0
+    demotes: int = 0
+    evictions_hot: int = 0
+    evictions_cold: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    commits: int = 0
+    bytes_written: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """Where blocks live. One contract, one test suite, for every implementation.
+
+    Invariant: a tier never holds a block without all of its ancestors, so presence along a
+    chain is monotone. Any thread may call; no method raises for a block that is absent,
+    damaged or too large. Such a block is simply not there.
+    """
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in use, what the cap is kept against."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks held."""
+
+    def lookup(self, chain: Chain, start: int = 0) -> int:
+        """Index one past the last full block of ``chain`` held without a gap from ``start`` on.
+
+        Compares parent and token ids, not only keys. Writes nothing.
+        """
+
+    def nearest(self, parent: BlockKey, tokens: bytes) -> Partial | None:
+        """Child of ``parent`` sharing the longest run of leading ``tokens``, None if none shares one."""
+
+    def load(self, keys: Sequence[BlockKey]) -> list[Block]:
+        """The leading blocks of ``keys`` that could be read and verified, in order."""
+
+    def put(self, blocks: Sequence[Block]) -> int:
+        """Store blocks, parents first, evicting others to stay under the cap.
+
+        Returns how many leading blocks are held afterwards; stops at the first that can't be
+        (parent absent, larger than the cap). Known blocks cost nothing and are touched. A block
+        covered by a longer sibling counts as held; a shorter sibling that a new block covers is
+        dropped.
+        """
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Record a use of each block (of a chain, its deepest is enough); unknown keys are ignored."""
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Evict leaves, least worth first, until at most ``n_bytes`` are in use."""
+
+    def check(self) -> list[Problem]:
+        """Recount everything; an empty list means the invariants hold."""
+
+    def close(self) -> None:
+        """Release resources. Idempotent; afterwards every call finds nothing."""
+
+
+class Codec(Protocol):
+    """Block to bytes and back, bit for bit. Stateless as seen from outside; any thread may call."""
+
+    def encode(self, block: Block) -> bytes:
+        """One self-contained blob. Never touches an mlx op: reads tensors as buffers."""
+
+    def decode(
+        self, blob: bytes | memoryview, n_bytes: int
+    ) -> tuple[tuple[TensorSpec, ...], tuple[NDArray[Any], ...]]:
+        """Specs and tensors of a blob whose raw size the caller knows to be ``n_bytes``.
+
+        Raises:
+            CorruptBlob: the blob is anything but one that ``encode`` can make of ``n_bytes``
+                raw bytes. Nothing larger than ``n_bytes`` is allocated to find out.
+        """

@@ -1,0 +1,111 @@
+"""Token ids to chains of block keys, and token ids to ordered bytes.
+
+Keys are content addresses: equal in every process, on every machine, for ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tieredkv.core import FORMAT_VERSION, BlockKey, Chain, Namespace, Tokens
+
+KEY_BYTES = 32
+
+# Token ids up to this one take a single code point in `ordered`; all others are escaped.
+_LARGEST_PLAIN = 0x10FFFD
+_ESCAPE = chr(0x10FFFF)
+
+
+def _digest(*fields: tuple[bytes, bytes]) -> BlockKey:
+    """blake2b over fields, each tagged with its name and prefixed with both lengths."""
+    h = hashlib.blake2b(digest_size=KEY_BYTES, person=b"tieredkv-ns")
+    for name, value in fields:
+        h.update(len(name).to_bytes(2, "little") + name)
+        h.update(len(value).to_bytes(8, "little") + value)
+    return BlockKey(h.digest())
+
+
+def namespace_key(namespace: Namespace) -> BlockKey:
+    """The root of every chain in ``namespace``: a digest of all its fields and the format version."""
+    return _digest(
+        (b"format", FORMAT_VERSION.to_bytes(4, "little")),
+        (b"model", namespace.model.encode()),
+        (b"adapter", namespace.adapter.encode()),
+        (b"draft", namespace.draft.encode()),
+        (b"host", namespace.host.encode()),
+        (b"shard", namespace.shard.encode()),
+        (b"salt", namespace.salt),
+        (b"block_tokens", namespace.block_tokens.to_bytes(4, "little")),
+        (b"layout", namespace.layout.encode()),
+    )
+
+
+def base_key(namespace: Namespace) -> BlockKey:
+    """Key of the namespace with its layout left out, under which its layouts are listed."""
+    return namespace_key(replace(namespace, layout=""))
+
+
+def block_key(parent: BlockKey, tokens: bytes) -> BlockKey:
+    """blake2b-256 of the parent's key and the block's token ids as little-endian int64."""
+    return BlockKey(hashlib.blake2b(parent + tokens, digest_size=KEY_BYTES).digest())
+
+
+def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
+    """A private int64 copy of ``tokens``.
+
+    Raises:
+        ValueError, OverflowError, TypeError: not a flat sequence of 64-bit integers.
+    """
+    array = np.array(tokens if len(tokens) else (), dtype=np.int64)
+    if array.ndim != 1:
+        raise ValueError("tokens must be a flat sequence of integers")
+    return array
+
+
+def chain(root: BlockKey, tokens: Tokens, block_tokens: int) -> Chain:
+    """Cut ``tokens`` into blocks and name each by its whole prefix. O(tokens)."""
+    raw = tokens.astype("<i8", copy=False).tobytes()
+    keys: list[BlockKey] = []
+    parent = root
+    step = block_tokens * 8
+    for start in range(0, len(raw), step):
+        parent = block_key(parent, raw[start : start + step])
+        keys.append(parent)
+    return Chain(root, tokens, block_tokens, tuple(keys))
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """Leading tokens that two little-endian int64 token strings share."""
+    n = min(len(a), len(b)) // 8
+    x = np.frombuffer(a, "<i8", count=n)
+    y = np.frombuffer(b, "<i8", count=n)
+    differ = np.flatnonzero(x != y)
+    return int(differ[0]) if len(differ) else n
+
+
+def ordered(tokens: bytes) -> bytes:
+    """Token ids as bytes whose order keeps long common prefixes adjacent.
+
+    Each id becomes a code point one higher than itself in UTF-8, which is injective,
+    prefix-free and never a zero byte; ids outside Unicode's range (negative ones among them)
+    become U+10FFFF and four code points of 16 bits. Among sorted strings of this kind the one
+    with the longest common prefix with a query is a neighbour of the query's place.
+    """
+    ids = np.frombuffer(tokens, "<i8").tolist()
+    if ids and 0 <= min(ids) and max(ids) < _LARGEST_PLAIN:
+        text = "".join([chr(i + 1) for i in ids])
+    else:
+        text = "".join(map(_code_points, ids))
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _code_points(token: int) -> str:
+    if 0 <= token < _LARGEST_PLAIN:
+        return chr(token + 1)
+    unsigned = token & 0xFFFFFFFFFFFFFFFF
+    words = [(unsigned >> shift) & 0xFFFF for shift in (48, 32, 16, 0)]
+    return _ESCAPE + "".join(chr(word + 1) for word in words)

@@ -1,0 +1,1 @@
+"""Where blocks live: hot memory, cold LMDB, and the writer between them."""
