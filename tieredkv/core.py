@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +41,7 @@ class TieredKVError(Exception):
 
 
 class Refused(TieredKVError):
-    """State that can't be stored without risking a wrong answer; ``reason`` is the counter's label."""
+    """State that can't be stored without risking a wrong answer; ``reason`` labels its counter."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -278,7 +280,7 @@ class Tier(Protocol):
         """
 
     def nearest(self, parent: BlockKey, tokens: bytes) -> Partial | None:
-        """Child of ``parent`` sharing the longest run of leading ``tokens``, None if none shares one."""
+        """Child of ``parent`` sharing the longest run of leading ``tokens``, if any shares one."""
 
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """The leading blocks of ``keys`` that could be read and verified, in order."""
@@ -293,7 +295,7 @@ class Tier(Protocol):
         """
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Record a use of each block (of a chain, its deepest is enough); unknown keys are ignored."""
+        """Record a use of each block; of a chain, its deepest is enough. Ignores unknown keys."""
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict leaves, least worth first, until at most ``n_bytes`` are in use."""
@@ -303,6 +305,33 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Release resources. Idempotent; afterwards every call finds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColdCounters:
+    """What a cold tier did since it was opened by this process, as far as the store reports it."""
+
+    commits: int = 0
+    evictions: int = 0
+    bytes_written: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class LowerTier(Tier, Protocol):
+    """A tier below the hot one: persistent, shared with other processes, fed by the writer."""
+
+    def missing(self, chain: Chain) -> int:
+        """Index of the first block of ``chain`` that should be put here; ``len(keys)`` if none."""
+
+    def register(self, namespace: Namespace) -> None:
+        """Remember what a namespace is; described durably with its first block."""
+
+    def layouts(self, base: BlockKey) -> list[str]:
+        """Layout JSON of every namespace here whose base key is ``base``."""
+
+    def counters(self) -> ColdCounters:
+        """A reading of the counters."""
 
 
 class Codec(Protocol):
@@ -320,3 +349,10 @@ class Codec(Protocol):
             CorruptBlob: the blob is anything but one that ``encode`` can make of ``n_bytes``
                 raw bytes. Nothing larger than ``n_bytes`` is allocated to find out.
         """
+
+
+def default_cold_dir() -> Path:
+    """Where this platform keeps a user's caches: the cold directory if none is given."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "tieredkv"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tieredkv"

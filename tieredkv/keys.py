@@ -30,7 +30,7 @@ def _digest(*fields: tuple[bytes, bytes]) -> BlockKey:
 
 
 def namespace_key(namespace: Namespace) -> BlockKey:
-    """The root of every chain in ``namespace``: a digest of all its fields and the format version."""
+    """Root of every chain in ``namespace``: a digest of its fields and the format version."""
     return _digest(
         (b"format", FORMAT_VERSION.to_bytes(4, "little")),
         (b"model", namespace.model.encode()),
@@ -60,10 +60,16 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     Raises:
         ValueError, OverflowError, TypeError: not a flat sequence of 64-bit integers.
     """
-    array = np.array(tokens if len(tokens) else (), dtype=np.int64)
+    array = np.asarray(tokens)
     if array.ndim != 1:
         raise ValueError("tokens must be a flat sequence of integers")
-    return array
+    if not array.size:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"tokens must be integers of 64 bits, not {array.dtype}")
+    if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
+        raise OverflowError("tokens must fit 64 bits, signed")
+    return array.astype(np.int64, copy=True)
 
 
 def chain(root: BlockKey, tokens: Tokens, block_tokens: int) -> Chain:
@@ -96,7 +102,7 @@ def ordered(tokens: bytes) -> bytes:
     with the longest common prefix with a query is a neighbour of the query's place.
     """
     ids = np.frombuffer(tokens, "<i8").tolist()
-    if ids and 0 <= min(ids) and max(ids) < _LARGEST_PLAIN:
+    if ids and min(ids) >= 0 and max(ids) < _LARGEST_PLAIN:
         text = "".join([chr(i + 1) for i in ids])
     else:
         text = "".join(map(_code_points, ids))

@@ -1,0 +1,128 @@
+"""Content keys: the same everywhere and for ever, and never one for two things."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredkv import keys
+from tieredkv.core import Namespace
+
+TOKEN = st.one_of(
+    st.integers(0, 3), st.integers(0, 200_000), st.integers(-(2**60), -1), st.integers(2**20, 2**62)
+)
+TOKENS = st.lists(TOKEN, max_size=12)
+
+
+def raw(tokens: list[int]) -> bytes:
+    return np.array(tokens, "<i8").tobytes()
+
+
+GOLDEN_ROOT = "3197d9358191e5583929bae718f80aa867da9a4c650fdb41351969293ac91d41"
+GOLDEN_KEYS = [
+    "0af1ab17320427a46ffea4f3e9b8e27e5d9a903cca47991f3679f7de7eeb3635",
+    "5355fa691e565ef6654d283da2e598e4774df4db4d12c22aae0e3b07e4e94eb2",
+]
+PROGRAM = """
+from tieredkv import keys
+from tieredkv.core import Namespace
+root = keys.namespace_key(Namespace("dir:00", "a", "d", "h", "0/1", b"s", 4, "[]"))
+print(root.hex(), *(k.hex() for k in keys.chain(root, keys.as_tokens([1, 2, 3, -4, 5]), 4).keys))
+"""
+
+
+def chain_in_process(hash_seed: str) -> list[str]:
+    env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    out = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True
+    )
+    return out.stdout.split()
+
+
+def test_keys_are_the_golden_ones_in_every_process() -> None:
+    """A key that depended on the process, or changed with a release, would orphan the store."""
+    first, second = chain_in_process("1"), chain_in_process("2")
+    assert first == second == [GOLDEN_ROOT, *GOLDEN_KEYS]
+
+
+@pytest.mark.parametrize(
+    "field", ["model", "adapter", "draft", "host", "shard", "salt", "block_tokens", "layout"]
+)
+def test_every_field_of_a_namespace_separates(field: str) -> None:
+    """A field left out of the digest would share state across adapters, dtypes or tenants."""
+    base = Namespace("m", "a", "d", "h", "0/1", b"s", 4, "l")
+    value: object = {"salt": b"other", "block_tokens": 8}.get(field, "other")
+    assert keys.namespace_key(replace(base, **{field: value})) != keys.namespace_key(base)
+
+
+def test_a_value_in_another_field_is_another_namespace() -> None:
+    """Without tags and lengths an adapter named like a salt would collide with it."""
+    a = Namespace("m", adapter="xy", draft="")
+    b = Namespace("m", adapter="x", draft="y")
+    c = Namespace("m", adapter="", salt=b"xy")
+    assert len({keys.namespace_key(n) for n in (a, b, c)}) == 3
+
+
+def test_token_ids_are_64_bit() -> None:
+    """Image tokens are negative 60-bit ids: narrower ones would make two images equal."""
+    root = keys.namespace_key(Namespace("m"))
+    a = keys.chain(root, keys.as_tokens([-(2**59) - 1]), 4)
+    b = keys.chain(root, keys.as_tokens([-(2**59) - 1 + 2**32]), 4)
+    assert a.keys != b.keys
+
+
+@pytest.mark.parametrize("bad", [["a"], [[1, 2]], [2**64], [None]])
+def test_tokens_that_are_no_ids_are_an_error(bad: list[object]) -> None:
+    """Tokens cast in silence would be stored under another prompt's key."""
+    with pytest.raises((ValueError, OverflowError, TypeError)):
+        keys.as_tokens(bad)  # type: ignore[arg-type]  # that is the point
+
+
+def test_as_tokens_is_a_private_copy() -> None:
+    """The host appends to its list, or writes to its array, after the call."""
+    source = np.array([1, 2, 3])
+    taken = keys.as_tokens(source)
+    source[0] = 9
+    assert taken.tolist() == [1, 2, 3]
+
+
+def test_floats_are_refused_rather_than_rounded() -> None:
+    """1.5 rounded to 1 would hit the prompt of token 1."""
+    with pytest.raises((ValueError, TypeError)):
+        keys.as_tokens([1.5])  # type: ignore[list-item]  # that is the point
+
+
+@given(TOKENS, TOKENS)
+def test_common_prefix_counts_equal_leading_tokens(a: list[int], b: list[int]) -> None:
+    """A count one too high would restore a token that the prompt doesn't have."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    assert keys.common_prefix(raw(a), raw(b)) == n
+
+
+@given(TOKENS, TOKENS)
+def test_ordered_is_injective_and_keeps_prefixes(a: list[int], b: list[int]) -> None:
+    """Two token strings with one encoding, or a prefix that isn't, would give wrong neighbours."""
+    x, y = keys.ordered(raw(a)), keys.ordered(raw(b))
+    assert (x == y) == (a == b)
+    assert x.startswith(y) == (a[: len(b)] == b)
+    assert 0 not in x
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=12), TOKENS)
+def test_the_longest_common_prefix_is_a_neighbour(many: list[list[int]], query: list[int]) -> None:
+    """If it weren't, a hit would be shorter than the longest prefix in the store."""
+    place = sorted(keys.ordered(raw(t)) for t in many)
+    by_order = {keys.ordered(raw(t)): t for t in many}
+    at = sum(x < keys.ordered(raw(query)) for x in place)
+    near = [by_order[x] for x in place[max(at - 1, 0) : at + 1]]
+    best = max(keys.common_prefix(raw(t), raw(query)) for t in many)
+    assert max(keys.common_prefix(raw(t), raw(query)) for t in near) == best

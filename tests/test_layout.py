@@ -1,0 +1,191 @@
+"""Capture and restore: the same bytes, of memory of their own."""
+
+from __future__ import annotations
+
+import caches
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from tieredkv import layout
+from tieredkv.core import Block, BlockKey, Refused
+from tieredkv.layout import Layout
+
+DTYPES = [mx.bfloat16, mx.float16, mx.float32, mx.int32]
+
+
+def captured(live: list[KVCache], tokens: list[int], step: int) -> tuple[Layout, list[Block]]:
+    shape = layout.inspect(live, len(tokens))
+    spans = [(a, min(a + step, len(tokens))) for a in range(0, len(tokens), step)]
+    tensors = layout.capture(live, shape, spans)
+    k = BlockKey(b"")
+    return shape, [
+        Block(k, k, k, bytes(8 * (b - a)), shape.specs(b - a), t)
+        for (a, b), t in zip(spans, tensors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [1, 5, 8, 11])
+def test_any_prefix_is_restored_byte_for_byte(dtype: mx.Dtype, n: int) -> None:
+    """A cut inside a block, or a row of another leaf, would be another state."""
+    tokens = list(range(11))
+    shape, blocks = captured(caches.make(tokens, dtype), tokens, 4)
+    restored = layout.restore(shape, blocks[: -(-n // 4)], n, 20)
+    assert caches.holds(restored, tokens[:n], dtype)
+
+
+def test_values_may_be_wider_than_keys() -> None:
+    """Latent-attention models have leaves of different widths, in blocks of two tensors."""
+    live = [KVCache() for _ in range(3)]
+    for i, c in enumerate(live):
+        c.update_and_fetch(
+            mx.random.normal((1, 2, 7, 8), key=mx.random.key(i)),
+            mx.random.normal((1, 1, 7, 4), key=mx.random.key(100 + i)),
+        )
+    shape, blocks = captured(live, list(range(7)), 4)
+    assert len(blocks[0].tensors) == 2
+    restored = layout.restore(shape, blocks, 7, 8)
+    for a, b in zip(live, restored, strict=True):
+        assert mx.array_equal(a.keys[:, :, :7], b.keys[:, :, :7])
+        assert mx.array_equal(a.values[:, :, :7], b.values[:, :, :7])
+
+
+def test_decoded_words_and_arrays_may_be_mixed() -> None:
+    """A prefix is half in memory and half from disk when its leaves were evicted."""
+    tokens = list(range(8))
+    shape, blocks = captured(caches.make(tokens, mx.bfloat16), tokens, 4)
+    words = tuple(
+        np.frombuffer(memoryview(t), np.uint16).reshape(t.shape) for t in blocks[1].tensors
+    )
+    b = blocks[1]
+    mixed = [blocks[0], Block(b.root, b.parent, b.key, b.tokens, b.specs, words)]
+    assert caches.holds(layout.restore(shape, mixed, 8, 9), tokens, mx.bfloat16)
+
+
+def test_a_restored_cache_decodes_in_place() -> None:
+    """Without rows to spare the first token copies the whole prefix again."""
+    tokens = list(range(300))
+    shape, blocks = captured(caches.make(tokens), tokens, 256)
+    (cache, _) = layout.restore(shape, blocks, 300, 301)
+    rows = cache.keys.shape[2]
+    for _ in range(layout.SPARE_TOKENS):
+        cache.update_and_fetch(mx.zeros((1, 2, 1, 4)), mx.zeros((1, 2, 1, 4)))
+    assert cache.keys.shape[2] == rows
+
+
+def test_captured_blocks_do_not_see_later_writes() -> None:
+    """The host goes on writing to the caches it gave; a shared buffer would change the block."""
+    tokens = list(range(4))
+    live = caches.make(tokens)
+    shape, blocks = captured(live, tokens, 4)
+    for c in live:
+        c.keys[...] = 77
+        c.values[...] = 77
+        mx.eval(c.keys, c.values)
+    assert caches.holds(layout.restore(shape, blocks, 4, 5), tokens)
+
+
+def test_captured_blocks_do_not_pin_the_cache_they_came_from() -> None:
+    """A view of one row would keep the whole batch in memory, uncounted."""
+    live = [KVCache()]
+    x = mx.zeros((1, 1, 4096, 64))
+    live[0].update_and_fetch(x, mx.zeros((1, 1, 4096, 32)))
+    mx.eval(live[0].keys, live[0].values)
+    del x
+    mx.synchronize()
+    _, blocks = captured(live, list(range(4096)), 4096)
+    kept = sum(b.n_bytes for b in blocks)
+    before = mx.get_active_memory()
+    del live
+    assert before - mx.get_active_memory() >= kept
+
+
+def test_two_restores_share_nothing() -> None:
+    """One request's tokens would show up in another's state."""
+    tokens = list(range(6))
+    shape, blocks = captured(caches.make(tokens), tokens, 4)
+    first = layout.restore(shape, blocks, 6, 7)
+    for c in first:
+        c.keys[...] = 5
+        mx.eval(c.keys)
+    assert caches.holds(layout.restore(shape, blocks, 6, 7), tokens)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: QuantizedKVCache(),
+        lambda: RotatingKVCache(max_size=16),
+        lambda: ArraysCache(2),
+        lambda: CacheList(KVCache()),
+        lambda: ChunkedKVCache(16),
+        lambda: ConcatenateKVCache(),
+        lambda: type("Subclass", (KVCache,), {})(),
+    ],
+)
+def test_other_classes_are_refused(make) -> None:
+    """State that can't be proven restorable must not be stored: a hit would change the output."""
+    with pytest.raises(Refused) as e:
+        layout.inspect([*caches.make([1, 2]), make()], 2)
+    assert e.value.reason == "class"
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_a_key_that_is_not_as_long_as_the_state_is_refused(n: int) -> None:
+    """Draft models leave such caches behind; reused, their output is wrong."""
+    with pytest.raises(Refused) as e:
+        layout.inspect(caches.make([1, 2, 3, 4]), n)
+    assert e.value.reason == "offset"
+
+
+def test_one_layer_behind_the_others_is_refused() -> None:
+    """Every layer is asked, not the first."""
+    live = caches.make([1, 2, 3, 4], layers=3)
+    live[2].trim(1)
+    with pytest.raises(Refused):
+        layout.inspect(live, 4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    """A prefill that overflowed once would answer every later prompt with nonsense."""
+    live = caches.make([1, 2, 3, 4])
+    live[1].values[0, 1, 2, 3] = value
+    shape = layout.inspect(live, 4)
+    with pytest.raises(Refused) as e:
+        layout.capture(live, shape, [(0, 4)])
+    assert e.value.reason == "nonfinite"
+
+
+@pytest.mark.parametrize(("live", "n"), [([], 1), ([KVCache()], 0), ([KVCache()], 1)])
+def test_nothing_is_refused_as_state(live: list[KVCache], n: int) -> None:
+    """An empty cache under a key would be a hit of nothing."""
+    with pytest.raises(Refused):
+        layout.inspect(live, n)
+
+
+def test_a_batch_of_two_is_refused() -> None:
+    """Its rows belong to two prompts."""
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
+    with pytest.raises(Refused) as e:
+        layout.inspect([cache], 3)
+    assert e.value.reason == "shape"
+
+
+def test_a_layout_survives_json_and_names_the_dtype() -> None:
+    """The layout is part of the namespace: another dtype must be another one."""
+    a = layout.inspect(caches.make([1], mx.bfloat16), 1)
+    b = layout.inspect(caches.make([1], mx.float32), 1)
+    assert Layout.from_json(a.to_json()) == a
+    assert a.to_json() != b.to_json()

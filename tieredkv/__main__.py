@@ -1,0 +1,7 @@
+"""``python -m tieredkv``."""
+
+import sys
+
+from tieredkv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,399 @@
+"""Blocks to bytes and back, bit for bit. Knows no cache class, no key and no token.
+
+A blob is one safetensors file of uint8 tensors, each a byte plane of a tensor of the block or
+the whole tensor as it is. ``docs/format.md`` describes it byte for byte.
+
+Byte planes are worth their cost because floating point state is noise but for its exponents:
+the plane of the high bytes holds nearly all that can be saved, and entropy coding alone saves
+it. The frames are ordinary zstd ones, made with parameters that find next to no matches.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+import zstandard
+from numpy.typing import NDArray
+
+from tieredkv.core import FORMAT_VERSION, ITEMSIZE, Block, CorruptBlob, TensorSpec
+
+FORMAT = "tieredkv-block"
+CHECKSUM_BYTES = 16
+MAX_HEADER_BYTES = 1 << 18
+MAX_DIMS = 8
+MAX_COUNT = 1 << 40
+MAX_WINDOW = 1 << 17
+
+_RAW = "raw"
+_ZSTD = "zstd"
+
+_WORDS: dict[int, type[np.unsignedinteger[Any]]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
+# Planes a tensor may be split in: one per byte of an element. uint32 is what MLX packs quantized
+# values in; its bytes are all alike, and splitting them only costs time.
+_WIDTH = ITEMSIZE | {"uint32": 1}
+# numpy lacks bfloat16, and float16 is treated alike: both stay words once decoded.
+_DECODED = {name: name for name in ITEMSIZE} | {"bfloat16": "uint16", "float16": "uint16"}
+
+# A plane that shrinks by less than a tenth is not worth its time in decode.
+_WORTH = 0.9
+# An odd number of runs, or they would all fall into the keys of a stack of keys and values.
+_SAMPLE_RUNS = 13
+_RUN_WORDS = 1024
+
+_Buffer = bytes | memoryview
+_T = TypeVar("_T")
+
+
+def checksum(blob: bytes | memoryview) -> bytes:
+    """xxh3-128 of the whole blob, 16 bytes: ``decode`` alone can't see a flip in a raw plane."""
+    return xxhash.xxh3_128_digest(blob)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """One stored uint8 tensor: its encoding and its size in the file in bytes."""
+
+    encoding: str
+    n_stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One tensor of the block and its planes: one (unsplit) or one per byte of an element."""
+
+    spec: TensorSpec
+    planes: tuple[_Plane, ...]
+
+    @property
+    def n_plane(self) -> int:
+        """Decoded size of each plane in bytes."""
+        return self.spec.n_bytes // len(self.planes)
+
+    @property
+    def n_stored(self) -> int:
+        return sum(plane.n_stored for plane in self.planes)
+
+
+class _Engines(threading.local):
+    """A compressor and a decompressor per thread: neither may be used by two at once."""
+
+    def __init__(self) -> None:
+        # Huffman-only in effect: the table is too small and the shortest match too long to
+        # find many matches. Measured on bf16 KV: better ratio than level 3, at twice its speed.
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            window_log=MAX_WINDOW.bit_length() - 1,
+            hash_log=6,
+            chain_log=6,
+            search_log=1,
+            min_match=7,
+            target_length=0,
+            write_content_size=True,
+            write_checksum=False,
+        )
+        self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+
+
+class PlaneCodec:
+    """The lossless codec of the cold tier: byte planes, Huffman-coded where that pays.
+
+    Equal tensors give equal blobs (with one version of the zstd library). Any thread may call;
+    numpy, zstd and xxhash release the GIL for most of the time.
+    """
+
+    def __init__(self) -> None:
+        self._engines = _Engines()
+
+    def encode(self, block: Block) -> bytes:
+        """One blob of the block's tensors; token ids and keys stay out of it.
+
+        Tensors are read through the buffer protocol alone, so an ``mx.array`` must be evaluated.
+        Incompressible data costs the header only, 100 to 300 bytes a tensor.
+
+        Raises:
+            ValueError: a tensor that is not C-contiguous or not what its spec says, or more
+                tensors than a header may describe (several hundred).
+        """
+        entries: list[_Entry] = []
+        parts: list[_Buffer] = []
+        for spec, tensor in zip(block.specs, block.tensors, strict=True):
+            planes = self._split(spec, _words(spec, tensor))
+            entries.append(_Entry(spec, tuple(_Plane(name, len(data)) for name, data in planes)))
+            parts += [data for _, data in planes]
+        header = _header(entries)
+        if len(header) > MAX_HEADER_BYTES:
+            raise ValueError(f"{len(entries)} tensors are too many for one block")
+        return b"".join([len(header).to_bytes(8, "little"), header, *parts])
+
+    def decode(
+        self, blob: bytes | memoryview, n_bytes: int
+    ) -> tuple[tuple[TensorSpec, ...], tuple[NDArray[Any], ...]]:
+        """Specs and tensors of a blob of ``n_bytes`` raw bytes.
+
+        Tensors have the dtype of their spec, but bfloat16 and float16 come as uint16 words.
+        They own their memory: the blob may go away.
+
+        Raises:
+            CorruptBlob: the blob is none that ``encode`` makes of ``n_bytes`` raw bytes. All
+                sizes are checked before anything but the header (256 KiB at most) is read.
+        """
+        view = memoryview(blob).cast("B")
+        entries, start = _parse(view, n_bytes)
+        tensors: list[NDArray[Any]] = []
+        for entry in entries:
+            stop = start + entry.n_stored
+            tensors.append(self._restore(entry, view[start:stop]))
+            start = stop
+        return tuple(entry.spec for entry in entries), tuple(tensors)
+
+    def _split(self, spec: TensorSpec, words: NDArray[Any]) -> list[tuple[str, _Buffer]]:
+        """Encodings and data of a tensor's planes, or of the whole where no plane shrinks."""
+        frames: dict[int, bytes] = {}
+        for k in self._candidates(spec.dtype, words):
+            frame = self._compress(_plane(words, k))
+            if frame is not None:
+                frames[k] = frame
+        if not frames:
+            return [(_RAW, words.view(np.uint8).data)]
+        return [
+            (_ZSTD, frames[k]) if k in frames else (_RAW, _plane(words, k).data)
+            for k in range(words.itemsize)
+        ]
+
+    def _candidates(self, dtype: str, words: NDArray[Any]) -> list[int]:
+        """Planes that promise to shrink."""
+        if not words.size:
+            return []
+        # bfloat16's low bytes are a mantissa, noise without exception; its high bytes, sign
+        # and exponent, always shrink on real state.
+        if dtype == "bfloat16":
+            return [1]
+        sample = _sample(words)
+        return [k for k in range(words.itemsize) if self._compress(_plane(sample, k)) is not None]
+
+    def _compress(self, plane: NDArray[np.uint8]) -> bytes | None:
+        """The plane as one zstd frame, None if that is not worth it."""
+        frame = self._engines.compressor.compress(plane.data)
+        return frame if len(frame) <= plane.size * _WORTH else None
+
+    def _restore(self, entry: _Entry, stored: memoryview) -> NDArray[Any]:
+        planes: list[NDArray[np.uint8]] = []
+        start = 0
+        for plane in entry.planes:
+            stop = start + plane.n_stored
+            data: _Buffer = stored[start:stop]
+            if plane.encoding == _ZSTD:
+                data = self._decompress(data, entry.n_plane)
+            planes.append(np.frombuffer(data, np.uint8))
+            start = stop
+        return _typed(entry.spec, _join(planes))
+
+    def _decompress(self, frame: _Buffer, n_bytes: int) -> bytes:
+        """The content of exactly one frame that declares, and holds, ``n_bytes``."""
+        try:
+            declared = zstandard.get_frame_parameters(frame)
+            if declared.content_size != n_bytes or declared.window_size > MAX_WINDOW:
+                raise CorruptBlob("a frame declares another size than its plane has")
+            if declared.dict_id or declared.has_checksum:
+                raise CorruptBlob("a frame has a dictionary or a checksum")
+            plane = self._engines.decompressor.decompress(frame, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise CorruptBlob(f"damaged frame: {error}") from error
+        if len(plane) != n_bytes:
+            raise CorruptBlob("a frame holds another size than it declares")
+        return plane
+
+
+def _words(spec: TensorSpec, tensor: Any) -> NDArray[Any]:
+    """The tensor's memory, not copied, as flat words of as many bytes as it has planes."""
+    if not _storable(spec):
+        raise ValueError(f"{spec} can't be stored")
+    view = memoryview(tensor)
+    if not view.c_contiguous or view.nbytes != spec.n_bytes:
+        raise ValueError(f"{view.nbytes} bytes of shape {view.shape} are no contiguous {spec}")
+    return np.frombuffer(view, _WORDS[_WIDTH[spec.dtype]])
+
+
+def _storable(spec: TensorSpec) -> bool:
+    """Whether dtype and shape are within bounds that keep every product of sizes small."""
+    if spec.dtype not in ITEMSIZE or len(spec.shape) > MAX_DIMS:
+        return False
+    # Zeros are left out of the product: numpy can't have a shape of (0, 2**62) either.
+    return min(spec.shape, default=0) >= 0 and math.prod(filter(None, spec.shape)) <= MAX_COUNT
+
+
+def _sample(words: NDArray[Any]) -> NDArray[Any]:
+    """Runs of words from all over the tensor, or all of a small one."""
+    stride = words.size // _SAMPLE_RUNS
+    if stride <= _RUN_WORDS:
+        return words
+    return words[: stride * _SAMPLE_RUNS].reshape(_SAMPLE_RUNS, stride)[:, :_RUN_WORDS].ravel()
+
+
+def _plane(words: NDArray[Any], k: int) -> NDArray[np.uint8]:
+    """Byte ``k`` of each word, 0 the lowest. Whole-word shifts run at 4 times a strided copy."""
+    if words.itemsize == 1:
+        return words
+    if k == 0:
+        return words.astype(np.uint8)
+    plane = np.empty(words.size, np.uint8)
+    np.right_shift(words, 8 * k, out=plane, casting="unsafe")
+    return plane
+
+
+def _join(planes: list[NDArray[np.uint8]]) -> NDArray[Any]:
+    """Words of byte planes, lowest first; a single plane is copied as it is."""
+    if len(planes) == 1:
+        return planes[0].copy()
+    high, *between, low = reversed(planes)
+    word = _WORDS[len(planes)]
+    words = np.empty(low.size, word)
+    np.left_shift(high, 8, out=words, dtype=word)
+    for plane in between:
+        np.bitwise_or(words, plane, out=words)
+        np.left_shift(words, 8, out=words)
+    np.bitwise_or(words, low, out=words)
+    return words
+
+
+def _typed(spec: TensorSpec, words: NDArray[Any]) -> NDArray[Any]:
+    # Any other byte in a bool array is undefined behaviour for who reads it.
+    if spec.dtype == "bool" and words.size and words.max() > 1:
+        raise CorruptBlob("a bool that is neither 0 nor 1")
+    return words.view(_DECODED[spec.dtype]).reshape(spec.shape)
+
+
+def _header(entries: list[_Entry]) -> bytes:
+    """The only header that describes ``entries``, padded with spaces to 8 bytes."""
+    tensors = [
+        {
+            "dtype": entry.spec.dtype,
+            "planes": [[plane.encoding, entry.n_plane] for plane in entry.planes],
+            "shape": entry.spec.shape,
+        }
+        for entry in entries
+    ]
+    metadata = {"format": FORMAT, "tensors": _dump(tensors), "version": str(FORMAT_VERSION)}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    stop = 0
+    for i, entry in enumerate(entries):
+        for k, plane in enumerate(entry.planes):
+            start, stop = stop, stop + plane.n_stored
+            header[_name(i, k)] = {
+                "dtype": "U8",
+                "shape": [plane.n_stored],
+                "data_offsets": [start, stop],
+            }
+    text = _dump(header).encode("ascii")
+    return text + b" " * (-len(text) % 8)
+
+
+def _name(tensor: int, plane: int) -> str:
+    return f"{tensor}.{plane}"
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _parse(blob: memoryview, n_bytes: int) -> tuple[list[_Entry], int]:
+    """What the header says, all of it checked, and where the payload starts."""
+    start = 8 + int.from_bytes(blob[:8], "little")
+    if len(blob) < 8 or start > min(len(blob), 8 + MAX_HEADER_BYTES):
+        raise CorruptBlob("the header is cut off or too long")
+    header = bytes(blob[8:start])
+    entries = _entries(header)
+    # One header for one content: this catches unknown and repeated keys, other spellings,
+    # gaps, overlaps and everything else that was not looked at on the way here.
+    if _header(entries) != header:
+        raise CorruptBlob("the header is not in canonical form")
+    if sum(entry.n_stored for entry in entries) != len(blob) - start:
+        raise CorruptBlob("the payload is cut off or too long")
+    if sum(entry.spec.n_bytes for entry in entries) != n_bytes:
+        raise CorruptBlob(f"the tensors are not of {n_bytes} bytes")
+    return entries, start
+
+
+def _entries(header: bytes) -> list[_Entry]:
+    described = _load(header)
+    tensors = _load(_field(_field(described, "__metadata__", dict), "tensors", str))
+    if not isinstance(tensors, list):
+        raise CorruptBlob("the header has no list of tensors")
+    return [_entry(i, tensor, described) for i, tensor in enumerate(tensors)]
+
+
+def _entry(i: int, tensor: object, described: object) -> _Entry:
+    shape = tuple(_count(n) for n in _field(tensor, "shape", list))
+    spec = TensorSpec(_field(tensor, "dtype", str), shape)
+    if not _storable(spec):
+        raise CorruptBlob("a dtype or shape that is never stored")
+    names = [_encoding(plane) for plane in _field(tensor, "planes", list)]
+    _check_encodings(names, _WIDTH[spec.dtype])
+    planes = [_Plane(name, _stored(described, _name(i, k))) for k, name in enumerate(names)]
+    entry = _Entry(spec, tuple(planes))
+    for plane in planes:
+        _check_stored(plane, entry.n_plane)
+    return entry
+
+
+def _check_encodings(names: list[str], width: int) -> None:
+    if len(names) not in (1, width):
+        raise CorruptBlob(f"{len(names)} planes where 1 or {width} are possible")
+    # A tensor is split for the sake of a plane that shrinks, and compressed only if split.
+    if width > 1 and (_ZSTD in names) != (len(names) == width):
+        raise CorruptBlob("planes in an encoding that is never used")
+
+
+def _check_stored(plane: _Plane, n_plane: int) -> None:
+    if plane.encoding == _RAW and plane.n_stored != n_plane:
+        raise CorruptBlob("a raw plane has another size than its tensor needs")
+    if plane.encoding == _ZSTD and not 0 < plane.n_stored < n_plane:
+        raise CorruptBlob("a frame is larger than its plane")
+
+
+def _encoding(plane: object) -> str:
+    """Encoding of a listed plane. Its raw length follows from the shape: see ``_parse``."""
+    if isinstance(plane, list) and len(plane) == 2 and plane[0] in (_RAW, _ZSTD):
+        return str(plane[0])
+    raise CorruptBlob("a plane in an unknown encoding")
+
+
+def _stored(described: object, name: str) -> int:
+    offsets = _field(_field(described, name, dict), "data_offsets", list)
+    if len(offsets) != 2:
+        raise CorruptBlob(f"{name} has no start and end")
+    return _count(offsets[1]) - _count(offsets[0])
+
+
+def _load(text: bytes | str) -> object:
+    """Any JSON value. Numbers of absurd length and endless nesting are errors, not work."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptBlob("the header is not JSON") from error
+
+
+def _field(described: object, name: str, kind: type[_T]) -> _T:
+    value = described.get(name) if isinstance(described, dict) else None
+    if not isinstance(value, kind):
+        raise CorruptBlob(f"the header lacks {name}")
+    return value
+
+
+def _count(value: object) -> int:
+    # bool is an int to isinstance, and spelled the same once written again.
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise CorruptBlob("a size that is no integer within bounds")
+    return value

@@ -1,0 +1,320 @@
+"""TieredPromptCache: the drop-in for mlx-lm's LRUPromptCache.
+
+The boundary to the host: whatever goes wrong in here is a miss, a count and a log line, because
+an exception in a cache method kills the server's generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from tieredkv import keys, layout
+from tieredkv.core import (
+    BLOCK_TOKENS,
+    CACHE_TYPES,
+    Block,
+    BlockKey,
+    Chain,
+    Config,
+    Namespace,
+    Problem,
+    Refused,
+    StoreStats,
+)
+from tieredkv.identity import Fingerprints, IdentityChanged
+from tieredkv.layout import Layout
+from tieredkv.store import TieredStore
+
+_LOG = logging.getLogger("tieredkv")
+
+
+def _host() -> str:
+    """What computes the state: other kernels may round otherwise, so they never share it."""
+    device = mx.default_device().type
+    kind = mx.device_info().get("architecture", "")
+    return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+
+
+class TieredPromptCache:
+    """A prompt cache in two tiers, memory and disk, for use where mlx-lm takes an LRUPromptCache.
+
+    Differs from upstream's contract on purpose in one point: a hit always leaves at least one
+    token to compute, since an empty rest breaks both of upstream's serving paths.
+
+    `fetch_nearest_cache` and `insert_cache` run mlx ops: call them on the thread that generates.
+    The other methods may be called from any thread. Calls are serialised. After `close`, every
+    fetch is a miss and inserts are ignored.
+    """
+
+    def __init__(
+        self,
+        cold_dir: str | Path | None = None,
+        *,
+        hot_bytes: int = 2 << 30,
+        cold_bytes: int = 16 << 30,
+        block_tokens: int = BLOCK_TOKENS,
+        salt: bytes = b"",
+        max_entries: int | None = None,
+        queue_bytes: int | None = None,
+    ) -> None:
+        """Open the tiers.
+
+        Args:
+            cold_dir: directory of the cold tier, made if absent; several caches, in one process
+                or several, may share it. None keeps everything in memory. A directory that
+                can't be used is logged and done without.
+            hot_bytes: cap on the memory that MLX holds because of this cache, in bytes.
+            cold_bytes: cap on the cold tier's file, in bytes.
+            block_tokens: tokens per block. Caches share blocks only if they agree on it.
+            salt: a secret; caches with different salts never see each other's prompts.
+            max_entries: inserted prompts kept in memory; None for as many as fit.
+            queue_bytes: cap on what waits to be written; None for three quarters of hot_bytes.
+
+        Raises:
+            ValueError: a size that makes no sense.
+        """
+        self._store = TieredStore(
+            Config(
+                Path(cold_dir).expanduser() if cold_dir is not None else None,
+                hot_bytes,
+                cold_bytes,
+                block_tokens,
+                salt,
+                max_entries,
+                queue_bytes,
+            )
+        )
+        self._host = _host()
+        self._fingerprints = Fingerprints()
+        self._layouts: dict[BlockKey, Layout] = {}
+        self._lock = threading.RLock()
+        # The store, not self: the finalizer must not keep the cache alive.
+        self._close = weakref.finalize(self, self._store.close)
+
+    # ---- upstream's contract
+
+    def fetch_nearest_cache(
+        self, model: Hashable, tokens: Sequence[int]
+    ) -> tuple[list[Any] | None, list[int]]:
+        """Private caches holding the longest known prefix of ``tokens``, and the tokens left.
+
+        ``(None, tokens)`` on a miss. At least one token is always left.
+        """
+        rest = list(tokens)
+        with self._lock, self._contained("fetch"):
+            caches, n = self._fetch(model, rest)
+            return caches, rest[n:]
+        self._miss("fault")
+        return None, rest
+
+    def insert_cache(
+        self,
+        model: Hashable,
+        tokens: Sequence[int],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """Store the state of ``tokens``. Takes ownership of ``prompt_cache``.
+
+        State that doesn't fit the key, or that can't be stored safely, is refused: counted, and
+        logged once for each reason.
+        """
+        with self._lock, self._contained("insert"):
+            self._insert(model, tokens, prompt_cache, cache_type)
+
+    def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
+        """Give memory back: keep at most so many prompts and bytes hot. The data stays cold."""
+        with self._lock, self._contained("trim"):
+            if n_sequences is not None:
+                self._store.hot.limit_entries(max(0, n_sequences))
+            if n_bytes is not None:
+                self._store.trim_to(n_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that MLX holds because of this cache, blocks that wait to be written included."""
+        return self._store.hot.n_bytes
+
+    def __len__(self) -> int:
+        """Inserted prompts that the hot tier still knows whole."""
+        return self._store.hot.n_entries
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """``{"system" | "user" | "assistant": {"n_sequences", "n_bytes"}}`` of the hot tier."""
+        return self._store.hot.stats_by_type()
+
+    # ---- ours
+
+    def bind(self, key: Hashable, *models: Any) -> None:
+        """Tell the cache that ``models``, a target and maybe a draft, have just been loaded
+        under ``key``.
+
+        Takes their identity anew and finds their cache layout by running them on one token, so that
+        the first fetch after a restart can only be answered with state of exactly this kind.
+        Without it both are learned from the key and the first insert. On the generation thread.
+        """
+        with self._lock, self._contained("bind"):
+            for name in _names(key):
+                if name:
+                    self._fingerprints.renew(name)
+            try:
+                self._layouts[keys.base_key(self._base(key))] = layout.probe(models)
+            except Refused as e:
+                self._refuse(e)
+
+    def stats(self) -> StoreStats:
+        """A reading of tiers, queue and counters."""
+        return self._store.stats()
+
+    def check(self) -> list[Problem]:
+        """Faults in the tiers' books; an empty list if all is well. Reads the whole index."""
+        return self._store.check()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the queue is empty. True when all that was inserted since the last flush
+        is committed, so False also if something had to be dropped.
+        """
+        return self._store.flush(timeout)
+
+    def close(self) -> None:
+        """Write what is queued, for at most ten seconds, and release everything. Idempotent."""
+        self._close()
+
+    def __enter__(self) -> TieredPromptCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- the two paths
+
+    def _fetch(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, int]:
+        found = self._known_namespace(model)
+        if found is None:
+            return None, 0
+        namespace, shape = found
+        chain = self._chain(namespace, tokens[:-1])
+        hit = self._store.load(chain, self._store.match(chain))
+        if hit is None:
+            return self._miss("absent")
+        if not all(layout.fits(shape, block) for block in hit.blocks):
+            return self._miss("layout")
+        caches = layout.restore(shape, hit.blocks, hit.n_tokens, len(tokens))
+        self._store.counters.add("hits")
+        self._store.counters.add("hit_tokens_hot", hit.n_hot)
+        self._store.counters.add("hit_tokens_cold", hit.n_cold)
+        return caches, hit.n_tokens
+
+    def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
+        try:
+            if kind not in CACHE_TYPES:
+                raise Refused("type", f"cache type {kind!r} is not one of {CACHE_TYPES}")
+            shape = layout.inspect(caches, len(tokens))
+            base = self._base(model)
+            namespace = replace(base, layout=shape.to_json())
+            self._layouts[keys.base_key(base)] = shape
+            self._store.register(namespace)
+            chain = self._chain(namespace, tokens)
+            sizes = [sum(s.n_bytes for s in shape.specs(b - a)) for a, b in _spans(chain)]
+            wanted = self._store.admit(chain, sizes)
+            tensors = layout.capture(caches, shape, [chain.span(i) for i in wanted])
+        except Refused as e:
+            self._refuse(e)
+            return
+        except IdentityChanged as e:
+            self._refuse(Refused("identity", str(e)))
+            return
+        blocks = [
+            Block(
+                chain.root,
+                chain.parent(i),
+                chain.keys[i],
+                chain.tokens_of(i),
+                shape.specs(len(chain.tokens_of(i)) // 8),
+                t,
+            )
+            for i, t in zip(wanted, tensors, strict=True)
+        ]
+        self._store.put(chain, blocks, kind)
+        self._store.counters.add("inserts")
+
+    # ---- names
+
+    def _base(self, model: Hashable) -> Namespace:
+        name, adapter, draft, *more = (*_names(model), "", "")
+        fingerprints = [self._fingerprints.of(n) if n else "" for n in (name, adapter, draft)]
+        extra = "".join(f"|{n}" for n in more if n)
+        return Namespace(
+            model=fingerprints[0] + extra,
+            adapter=fingerprints[1],
+            draft=fingerprints[2],
+            host=self._host,
+            salt=self._store.config.salt,
+            block_tokens=self._store.config.block_tokens,
+        )
+
+    def _known_namespace(self, model: Hashable) -> tuple[Namespace, Layout] | None:
+        """Where to look for a model's prompts: under the layout it was bound or last inserted
+        with, else under the only one that the cold tier has for it.
+        """
+        try:
+            base = self._base(model)
+        except IdentityChanged as e:
+            if self._store.counters.add("misses", label="identity") == 1:
+                _LOG.warning("tieredkv: %s; its prompts are misses until it is loaded again", e)
+            return None
+        root = keys.base_key(base)
+        shape = self._layouts.get(root)
+        if shape is None:
+            stored = self._store.cold.layouts(root)
+            if len(stored) != 1:
+                self._miss("ambiguous" if stored else "absent")
+                return None
+            shape = Layout.from_json(stored[0])
+        return replace(base, layout=shape.to_json()), shape
+
+    def _chain(self, namespace: Namespace, tokens: Sequence[int]) -> Chain:
+        root = keys.namespace_key(namespace)
+        return keys.chain(root, keys.as_tokens(tokens), namespace.block_tokens)
+
+    # ---- faults
+
+    def _miss(self, reason: str) -> tuple[None, int]:
+        self._store.counters.add("misses", label=reason)
+        return None, 0
+
+    def _refuse(self, refusal: Refused) -> None:
+        if self._store.counters.add("refused", label=refusal.reason) == 1:
+            _LOG.warning("tieredkv: not stored: %s; only counted from here on", refusal)
+
+    @contextmanager
+    def _contained(self, what: str) -> Iterator[None]:
+        """The one place where any fault ends: told, counted, and a miss."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - the boundary: an exception here would kill the host
+            if self._store.counters.add("faults", label=what) == 1:
+                _LOG.exception(
+                    "tieredkv: %s failed; served without, only counted from here on", what
+                )
+
+
+def _names(model: Hashable) -> list[str]:
+    """A model key's parts as names: upstream's are ``(path, adapter | None, draft | None)``."""
+    parts = model if isinstance(model, tuple) else (model,)
+    return ["" if p is None else p if isinstance(p, str) else repr(p) for p in parts]
+
+
+def _spans(chain: Chain) -> list[tuple[int, int]]:
+    return [chain.span(i) for i in range(len(chain.keys))]

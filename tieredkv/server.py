@@ -1,0 +1,265 @@
+"""The mlx-lm server with a TieredPromptCache in it.
+
+Upstream's server, subclassed: its flags, endpoints and batching are untouched. What is replaced
+is `run`, which hard-codes the prompt cache and drops `--prompt-cache-bytes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any, NoReturn
+from unittest import mock
+
+import mlx.core as mx
+from mlx_lm import server as upstream
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from tieredkv.core import default_cold_dir
+from tieredkv.prompt_cache import TieredPromptCache
+
+_LOG = logging.getLogger("tieredkv")
+
+# The host whose contract this module was written against and is tested with.
+UPSTREAM_VERSION = "0.32.2"
+
+# Share of the machine's memory that the hot tier may take if no cap is given.
+_HOT_SHARE = 8
+_COLD_BYTES = 16 << 30
+
+# How long a signal waits for the step under way before the process ends without it.
+_STOP_SECONDS = 5.0
+
+_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def size(text: str) -> int:
+    """Bytes from text such as "500M", "1.5GB" (powers of 1000) or "4GiB" (powers of 1024).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none of these.
+    """
+    digits = text.strip().upper()
+    base = 1024 if digits.endswith("IB") else 1000
+    digits = digits.removesuffix("IB") if base == 1024 else digits.removesuffix("B")
+    unit = digits[-1:] if digits[-1:] in _UNITS else ""
+    try:
+        value = float(digits.removesuffix(unit))
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1e18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB, 4GiB or 1000000")
+    return int(value * base ** _UNITS[unit])
+
+
+class _Built(Exception):
+    """Carries upstream's parser out of its `main`."""
+
+
+def _upstream_parser() -> argparse.ArgumentParser:
+    """The parser of mlx-lm's server, which exists only inside its `main`: so all of its flags
+    are here in every version, with upstream's meaning and help.
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def parse_args(self, *_: Any, **__: Any) -> NoReturn:
+            raise _Built(self)
+
+    shim = SimpleNamespace(**{**vars(argparse), "ArgumentParser": Parser})
+    with mock.patch.object(upstream, "argparse", shim):
+        try:
+            upstream.main()
+        except _Built as built:
+            parser: argparse.ArgumentParser = built.args[0]
+            parser.__class__ = argparse.ArgumentParser
+            return parser
+    raise RuntimeError("mlx_lm.server.main() no longer builds its parser as it did")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Upstream's flags and ours."""
+    p = _upstream_parser()
+    p.prog = "tieredkv serve"
+    p.description = "mlx-lm's OpenAI-compatible server with a prompt cache that survives restarts."
+    for action in p._actions:
+        if action.dest == "prompt_cache_bytes":
+            action.type = size
+            action.metavar = "SIZE"
+            action.help = (
+                "Cap on the memory of cached prompts, kept on every path "
+                f"(default: 1/{_HOT_SHARE} of the machine's memory)"
+            )
+    group = p.add_argument_group("tiered prompt cache")
+    group.add_argument(
+        "--prompt-cache-dir",
+        default=str(default_cold_dir()),
+        metavar="DIR",
+        help="Directory of cached prompts on disk, on a local disk, shared by all servers that "
+        "are given it; 'none' keeps them in memory only (default: %(default)s). Prompts are "
+        "readable by whoever can read it.",
+    )
+    group.add_argument(
+        "--prompt-cache-disk-bytes",
+        type=size,
+        default=_COLD_BYTES,
+        metavar="SIZE",
+        help="Cap on the file that holds them (default: 16GiB)",
+    )
+    return p
+
+
+class TieredModelProvider(upstream.ModelProvider):
+    """Loads models and tells the cache what was loaded."""
+
+    def __init__(self, cli_args: argparse.Namespace, prompt_cache: TieredPromptCache) -> None:
+        super().__init__(cli_args)
+        self._prompt_cache = prompt_cache
+
+    def _load(
+        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> None:
+        super()._load(model_path, adapter_path, draft_model_path)
+        models = [m for m in (self.model, self.draft_model) if m is not None]
+        self._prompt_cache.bind(self.model_key, *models)
+
+
+class TieredResponseGenerator(upstream.ResponseGenerator):
+    """Upstream's generation loop, made to end quickly and to refuse what would kill it."""
+
+    def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
+        self._contexts: weakref.WeakSet[Any] = weakref.WeakSet()
+        super().__init__(model_provider, prompt_cache)
+
+    def _run_generate(self) -> None:
+        super()._run_generate()
+        # A thread that used mlx and ends just before the process does can abort it otherwise.
+        mx.clear_streams()
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        tokenized = super()._tokenize(tokenizer, request, args)
+        if not tokenized[0]:
+            raise ValueError("The prompt has no tokens.")
+        return tokenized
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's, keeping track of the requests under way."""
+        context, responses = super().generate(*args, **kwargs)
+        self._contexts.add(context)
+        return context, responses
+
+    def stop_and_join(self) -> None:
+        """Stop after the step under way, or give up on it after a few seconds."""
+        self._stop = True
+        for context in list(self._contexts):
+            context.stop()
+        self._generation_thread.join(_STOP_SECONDS)
+
+
+class TieredAPIHandler(upstream.APIHandler):
+    """Upstream's endpoints. Requests that would kill the generation thread get a 400."""
+
+    def handle_text_completions(self) -> Any:
+        """Upstream's, for a prompt that isn't empty."""
+        if self.body.get("prompt") in ("", []):
+            raise ValueError("prompt must not be empty")
+        return super().handle_text_completions()
+
+    def handle_chat_completions(self) -> Any:
+        """Upstream's, for messages that aren't empty."""
+        if self.body.get("messages") == []:
+            raise ValueError("messages must not be empty")
+        return super().handle_chat_completions()
+
+
+def open_cache(args: argparse.Namespace) -> TieredPromptCache:
+    """The prompt cache that the flags describe."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    hot_bytes = args.prompt_cache_bytes
+    cache = TieredPromptCache(
+        None if args.prompt_cache_dir == "none" else Path(args.prompt_cache_dir),
+        hot_bytes=memory // _HOT_SHARE if hot_bytes is None else hot_bytes,
+        cold_bytes=args.prompt_cache_disk_bytes,
+        max_entries=args.prompt_cache_size,
+    )
+    stats = cache.stats()
+    _LOG.info(
+        "Prompt cache: %.1f GB of memory; %s",
+        stats.hot.cap_bytes / 1e9,
+        f"{stats.cold.n_blocks} blocks in {args.prompt_cache_dir}, at most "
+        f"{stats.cold.cap_bytes / 1e9:.1f} GB"
+        if stats.cold.cap_bytes
+        else "no disk",
+    )
+    return cache
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM ends the server as Ctrl-C does."""
+
+    def interrupt(_: int, __: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal. Returns the exit status."""
+    cache = open_cache(args)
+    generator = TieredResponseGenerator(TieredModelProvider(args, cache), cache)
+    status = 0
+    try:
+        with _signals_interrupt():
+            if mx.distributed.init().rank() == 0:
+                upstream._run_http_server(
+                    args.host, args.port, generator, handler_class=TieredAPIHandler
+                )
+            else:
+                generator.join()
+    except KeyboardInterrupt:
+        pass
+    except OSError as e:
+        _LOG.error("can't serve on %s:%d: %s", args.host, args.port, e)
+        status = 1
+    generator.stop_and_join()
+    cache.close()
+    if generator.generation_available():
+        # A prefill step can't be interrupted, and nothing needs its end.
+        logging.shutdown()
+        os._exit(status)
+    return status
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """Run the server with command-line arguments; `tieredkv serve --help` lists them.
+
+    Returns:
+        The exit status: 0 after a signal, 1 if the address can't be served on.
+    """
+    args = parser().parse_args(argv)
+    maybe_set_recommended_wired_limit()
+    logging.basicConfig(
+        level=args.log_level.upper(),
+        format="%(asctime)s - %(levelname)s - %(message)s",
+        stream=sys.stderr,
+    )
+    if version("mlx-lm") != UPSTREAM_VERSION:
+        _LOG.warning(
+            "mlx-lm %s is installed; this server was tested with %s",
+            version("mlx-lm"),
+            UPSTREAM_VERSION,
+        )
+    return run(args)

@@ -1,0 +1,226 @@
+"""TieredStore: one prefix tree over a hot and a cold tier.
+
+No mlx here: tensors are carried, not looked into. Any thread may call, except that `put` and
+`load` run mlx ops inside the hot tier and so belong on the generation thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tieredkv import keys
+from tieredkv.codec import PlaneCodec
+from tieredkv.core import (
+    Block,
+    BlockKey,
+    Chain,
+    ColdTierUnavailable,
+    Config,
+    Hit,
+    LowerTier,
+    Match,
+    Namespace,
+    Problem,
+    StoreStats,
+    TierStats,
+)
+from tieredkv.metrics import Counters
+from tieredkv.tiers.cold import ColdTier
+from tieredkv.tiers.hot import HotTier
+from tieredkv.tiers.null import NullTier
+from tieredkv.tiers.writer import Writer
+
+_LOG = logging.getLogger("tieredkv")
+
+# How long closing waits for the queue. What is left then is recomputed some day, never wrong.
+_CLOSE_SECONDS = 10.0
+
+
+def _open_cold(config: Config, counters: Counters) -> LowerTier:
+    if config.cold_dir is None:
+        return NullTier()
+    try:
+        return ColdTier(config.cold_dir, config.cold_bytes, PlaneCodec())
+    except ColdTierUnavailable as e:
+        counters.add("faults", label="cold_dir")
+        _LOG.warning("tieredkv: %s; serving from memory only", e)
+        return NullTier()
+
+
+class TieredStore:
+    """Blocks in two tiers: `match` and `load` find a prefix, `admit` and `put` store one."""
+
+    def __init__(self, config: Config) -> None:
+        """Open the tiers. A cold directory that can't be used is logged and done without."""
+        self.config = config
+        self.counters = Counters()
+        self.hot = HotTier(config.hot_bytes)
+        self.cold = _open_cold(config, self.counters)
+        limit = config.queue_bytes
+        limit = config.hot_bytes * 3 // 4 if limit is None else limit
+        self.writer = Writer(self.cold, limit, self._written)
+        self._lost_before = 0
+
+    # ---- a hit
+
+    def match(self, chain: Chain) -> Match:
+        """The longest restorable prefix of ``chain``, exact to the token. Writes nothing."""
+        n_hot = self.hot.lookup(chain)
+        n = self.cold.lookup(chain, n_hot)
+        found, n_tokens = chain.keys[:n], n * chain.block_tokens
+        if n == len(chain.keys):
+            return Match(found, n_tokens, n_hot)
+        parent, rest = chain.parent(n), chain.tokens_of(n)
+        warm = self.hot.nearest(parent, rest) if n == n_hot else None
+        cool = self.cold.nearest(parent, rest)
+        if warm and (cool is None or warm.n_tokens >= cool.n_tokens):
+            return Match((*found, warm.key), n_tokens + warm.n_tokens, n_hot + 1)
+        if cool:
+            return Match((*found, cool.key), n_tokens + cool.n_tokens, n_hot)
+        return Match(found, n_tokens, n_hot)
+
+    def load(self, chain: Chain, match: Match) -> Hit | None:
+        """Read the blocks of a match, promoting the cold ones; None if none could be had.
+
+        What was evicted or found damaged since the match makes the hit shorter. The tokens of
+        every block are compared with the prompt's: nothing else can be returned.
+        """
+        warm = self.hot.load(match.keys[: match.n_hot])
+        cool = self._promote(match.keys[match.n_hot :]) if len(warm) == match.n_hot else []
+        hit = _verified(chain, [*warm, *cool], len(warm))
+        if hit is None:
+            return None
+        self.hot.touch([hit.blocks[-1].key])
+        self.writer.touch(hit.blocks[-1].key)
+        return hit
+
+    def _promote(self, wanted: Sequence[BlockKey]) -> list[Block]:
+        blocks = self.cold.load(wanted)
+        n = self.hot.put(blocks)
+        resident = self.hot.load([b.key for b in blocks[:n]])
+        self.hot.mark_stored(b.key for b in resident)
+        self.counters.add("promotes", len(blocks))
+        # What the hot tier had no room for is used once, as decoded.
+        return [*resident, *blocks[len(resident) :]]
+
+    # ---- an insert
+
+    def admit(self, chain: Chain, sizes: Sequence[int]) -> range:
+        """Make room in the hot tier for ``chain``, whose blocks take ``sizes`` bytes each.
+
+        Returns the indices of the blocks to capture: those that aren't there, as far as they fit.
+        """
+        start = self.hot.lookup(chain)
+        if start == len(chain.keys) or self._covers(chain, start):
+            return range(start, start)
+        stop = start + self.hot.make_room(chain, sizes[start:])
+        self._lose("hot_full", len(chain.keys) - stop)
+        return range(start, stop)
+
+    def _covers(self, chain: Chain, i: int) -> bool:
+        tail = chain.tokens_of(i)
+        nearest = self.hot.nearest(chain.parent(i), tail)
+        return nearest is not None and nearest.n_tokens * 8 == len(tail)
+
+    def put(self, chain: Chain, blocks: Sequence[Block], kind: str = "assistant") -> None:
+        """Store captured blocks of ``chain``, and queue what the cold tier lacks of it."""
+        known = self.hot.load(chain.keys[: len(chain.keys) - len(blocks)])
+        held = self.hot.put([*known, *blocks], kind)
+        self._lose("hot_full", len(known) + len(blocks) - held)
+        self.hot.enter(chain, kind)
+        self._submit(chain)
+        if self.config.max_entries is not None:
+            self.hot.limit_entries(self.config.max_entries)
+
+    def _submit(self, chain: Chain) -> None:
+        n = self.cold.missing(chain)
+        self.hot.mark_stored(chain.keys[:n])
+        while n < len(chain.keys) and self.writer.waits(chain.keys[n]):
+            n += 1
+        blocks = self.hot.hold(self.hot.load(chain.keys[n:]))
+        taken = self.writer.submit(blocks)
+        self.hot.release(b.key for b in blocks[taken:])
+        self._lose("queue_full", len(blocks) - taken)
+
+    def _written(self, blocks: Sequence[Block], n: int) -> None:
+        self.hot.mark_stored(b.key for b in blocks[:n])
+        self.hot.release(b.key for b in blocks)
+        self._lose("cold_refused", len(blocks) - n)
+
+    def _lose(self, why: str, n: int) -> None:
+        if n and self.counters.add("dropped", n, why) == n:
+            _LOG.warning("tieredkv: %d blocks not stored (%s); only counted from here on", n, why)
+
+    def register(self, namespace: Namespace) -> None:
+        """Tell the cold tier what a namespace is, before its first block is put."""
+        self.cold.register(namespace)
+
+    # ---- upkeep
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Demote from the hot tier until it holds at most ``n_bytes``."""
+        self.hot.trim_to(n_bytes)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for the queue; True if all that was put since the last flush is committed."""
+        done = self.writer.flush(timeout)
+        lost, before = self.counters.total("dropped"), self._lost_before
+        self._lost_before = lost
+        return done and lost == before
+
+    def check(self) -> list[Problem]:
+        """Faults in the tiers' books; none if the invariants hold."""
+        return [*self.hot.check(), *self.cold.check()]
+
+    def stats(self) -> StoreStats:
+        """A reading of tiers, queue and counters."""
+        count, done = self.counters, self.cold.counters()
+        return StoreStats(
+            hot=TierStats(self.hot.n_bytes, self.hot.cap_bytes, self.hot.n_blocks),
+            cold=TierStats(self.cold.n_bytes, self.config.cold_bytes, self.cold.n_blocks),
+            entries=self.hot.n_entries,
+            queue_bytes=self.writer.n_bytes,
+            queue_blocks=self.writer.n_blocks,
+            hits=count.total("hits"),
+            hit_tokens_hot=count.total("hit_tokens_hot"),
+            hit_tokens_cold=count.total("hit_tokens_cold"),
+            misses=count.by_label("misses"),
+            inserts=count.total("inserts"),
+            refused=count.by_label("refused"),
+            promotes=count.total("promotes"),
+            demotes=self.hot.demotes,
+            evictions_hot=self.hot.evictions,
+            evictions_cold=done.evictions,
+            dropped=count.by_label("dropped"),
+            commits=done.commits,
+            bytes_written=done.bytes_written,
+            faults=count.by_label("faults") | done.faults,
+        )
+
+    def close(self) -> None:
+        """Write what is queued, for a bounded time, and let go of everything. Idempotent."""
+        self.writer.close(_CLOSE_SECONDS)
+        self.hot.close()
+        self.cold.close()
+
+
+def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
+    """The hit that ``blocks`` prove to be: each hangs on the one before and has the prompt's
+    tokens; only the last may go on differently, and counts up to there.
+    """
+    shared = 0
+    lengths: list[int] = []
+    for i, block in enumerate(blocks[: len(chain.keys)]):
+        if block.parent != chain.parent(i):
+            break
+        shared = keys.common_prefix(block.tokens, chain.tokens_of(i))
+        if not shared:
+            break
+        lengths.append(shared)
+        if shared < block.n_tokens:
+            break
+    if not lengths:
+        return None
+    n_hot = sum(lengths[:n_warm])
+    return Hit(tuple(blocks[: len(lengths)]), sum(lengths), n_hot, sum(lengths) - n_hot)

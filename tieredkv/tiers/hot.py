@@ -1,0 +1,518 @@
+"""The memory tier: immutable shared blocks of mlx arrays under a byte cap.
+
+Blocks form a tree; leaves are evicted, oldest use first. A block that waits for its commit is
+*held*: it stays, and its bytes count, until the writer lets go of it, so that the tier's bytes
+are all that MLX holds because of the store.
+"""
+
+from __future__ import annotations
+
+import heapq
+import mmap
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import mlx.core as mx
+
+from tieredkv import keys, layout, policy
+from tieredkv.core import CACHE_TYPES, Block, BlockKey, Chain, Partial, Problem
+
+# Metal rounds buffers larger than a page up to whole pages; the CPU allocator does not round.
+_GRANULE = mmap.PAGESIZE if mx.metal.is_available() else 1
+
+
+def held_bytes(block: Block) -> int:
+    """Bytes that MLX's allocator holds for a block's tensors."""
+    sizes = (spec.n_bytes for spec in block.specs)
+    return sum(n if n <= _GRANULE else -(-n // _GRANULE) * _GRANULE for n in sizes)
+
+
+class _Node:
+    """A resident block: its place in the tree and its standing."""
+
+    __slots__ = (
+        "block",
+        "children",
+        "entries",
+        "holds",
+        "kind",
+        "last_use",
+        "n_bytes",
+        "order",
+        "stored",
+    )
+
+    def __init__(self, block: Block, kind: str, order: bytes) -> None:
+        self.block = block
+        self.order = order
+        self.n_bytes = held_bytes(block)
+        self.kind = kind
+        self.last_use = 0
+        self.children = 0
+        self.holds = 0
+        self.stored = False
+        self.entries: dict[BlockKey, int] = {}
+
+
+class HotTier:
+    """Memory tier. Any thread may call, but `put` runs mlx ops on blocks that aren't mlx arrays
+    yet: give it those on the generation thread only. The lock is never held across an mlx op.
+    """
+
+    def __init__(self, cap_bytes: int) -> None:
+        self._cap = cap_bytes
+        self._lock = threading.RLock()
+        self._nodes: dict[BlockKey, _Node] = {}
+        self._siblings: dict[BlockKey, list[tuple[bytes, BlockKey]]] = {}
+        # Leaves by type as heaps of (last use, key); stale items are dropped when they surface.
+        self._leaves: dict[str, list[tuple[int, BlockKey]]] = {k: [] for k in CACHE_TYPES}
+        self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
+        # Replaced by a longer sibling while held: can't be found, but still takes memory.
+        self._replaced: dict[BlockKey, _Node] = {}
+        self._entries: dict[BlockKey, tuple[BlockKey, str]] = {}
+        self._clock = 0
+        self._n_bytes = 0
+        self._target = cap_bytes
+        self._held_bytes = 0
+        self._evictions = 0
+        self._demotes = 0
+
+    # ---- reading
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes that MLX holds for the blocks here, held ones included."""
+        return self._n_bytes
+
+    @property
+    def cap_bytes(self) -> int:
+        """The byte cap."""
+        return self._cap
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that can be found."""
+        return len(self._nodes)
+
+    @property
+    def n_entries(self) -> int:
+        """Inserted prompts that are still here whole."""
+        return len(self._entries)
+
+    @property
+    def evictions(self) -> int:
+        """Blocks that left and were held nowhere else, since the tier was made."""
+        return self._evictions
+
+    @property
+    def demotes(self) -> int:
+        """Blocks that left and live on in the cold tier, since the tier was made."""
+        return self._demotes
+
+    def stats_by_type(self) -> dict[str, dict[str, int]]:
+        """Entries and bytes by cache type; a shared block counts once, for its highest type."""
+        with self._lock:
+            stats = {kind: {"n_sequences": 0, "n_bytes": 0} for kind in reversed(CACHE_TYPES)}
+            for _, kind in self._entries.values():
+                stats[kind]["n_sequences"] += 1
+            for node in (*self._nodes.values(), *self._replaced.values()):
+                stats[node.kind]["n_bytes"] += node.n_bytes
+            return stats
+
+    def lookup(self, chain: Chain, start: int = 0) -> int:
+        """See `core.Tier.lookup`."""
+        with self._lock:
+            for i in range(start, chain.n_full):
+                node = self._nodes.get(chain.keys[i])
+                if node is None or not _is(node.block, chain, i):
+                    return i
+            return max(start, chain.n_full)
+
+    def nearest(self, parent: BlockKey, tokens: bytes) -> Partial | None:
+        """See `core.Tier.nearest`."""
+        with self._lock:
+            best: Partial | None = None
+            for key in self._neighbours(parent, keys.ordered(tokens)):
+                shared = keys.common_prefix(self._nodes[key].block.tokens, tokens)
+                if shared > (best.n_tokens if best else 0):
+                    best = Partial(key, shared)
+            return best
+
+    def load(self, keys: Sequence[BlockKey]) -> list[Block]:
+        """See `core.Tier.load`."""
+        with self._lock:
+            blocks: list[Block] = []
+            for key in keys:
+                node = self._nodes.get(key)
+                if node is None:
+                    break
+                blocks.append(node.block)
+            return blocks
+
+    def _neighbours(self, parent: BlockKey, order: bytes) -> list[BlockKey]:
+        siblings = self._siblings.get(parent, [])
+        i = bisect_left(siblings, (order, b""))
+        return [key for _, key in siblings[max(i - 1, 0) : i + 1]]
+
+    # ---- writing
+
+    def make_room(self, chain: Chain, sizes: Sequence[int]) -> int:
+        """Evict for the last ``len(sizes)`` blocks of ``chain``; how many of them, from the
+        first, may be put now. Never evicts a block of the chain itself.
+        """
+        with self._lock:
+            self._target = self._cap
+            return self._make_room(set(chain.keys), sizes)
+
+    def _make_room(self, own: set[BlockKey], sizes: Sequence[int]) -> int:
+        free = self._cap - self._n_bytes
+        spared = sum(
+            node.n_bytes
+            for node in map(self._nodes.get, own)
+            if node is not None and not node.holds
+        )
+        reclaimable = self._n_bytes - self._held_bytes - spared
+        n = policy.admit(sizes, free=free, reclaimable=reclaimable)
+        while self._n_bytes + sum(sizes[:n]) > self._cap:
+            if not self._evict_one(own):
+                return policy.admit(sizes, free=self._cap - self._n_bytes, reclaimable=0)
+        return n
+
+    def put(self, blocks: Sequence[Block], kind: str = "assistant") -> int:
+        """See `core.Tier.put`. Decoded tensors are turned into mlx arrays once room is made."""
+        with self._lock:
+            self._target = self._cap
+            new = [b for b in blocks if b.key not in self._nodes]
+            own = {key for b in blocks for key in (b.key, b.parent)}
+            n = self._make_room(own, [held_bytes(b) for b in new])
+            admitted = {b.key for b in new[:n]}
+        arrays = {b.key: b for b in layout.adopt(new[:n])}
+        with self._lock:
+            for i, block in enumerate(blocks):
+                if block.key not in self._nodes and block.key not in admitted:
+                    return i
+                if not self._place(arrays.get(block.key, block), kind):
+                    return i
+            return len(blocks)
+
+    def _place(self, block: Block, kind: str) -> bool:
+        node = self._nodes.get(block.key)
+        if node is not None:
+            self._rise(node, kind)
+            return True
+        if block.parent != block.root and block.parent not in self._nodes:
+            return False
+        order = keys.ordered(block.tokens)
+        for key in self._neighbours(block.parent, order):
+            sibling = self._nodes[key]
+            if sibling.order.startswith(order):
+                self._rise(sibling, kind)
+                return True
+            if order.startswith(sibling.order):
+                self._replace(sibling)
+        if self._n_bytes + held_bytes(block) > self._cap:
+            return False
+        self._add(block, kind, order)
+        return True
+
+    def _add(self, block: Block, kind: str, order: bytes) -> None:
+        node = self._nodes[block.key] = _Node(block, kind, order)
+        siblings = self._siblings.setdefault(block.parent, [])
+        siblings.insert(bisect_left(siblings, (order, block.key)), (order, block.key))
+        self._n_bytes += node.n_bytes
+        parent = self._nodes.get(block.parent)
+        if parent is not None:
+            parent.children += 1
+            if parent.children == 1:
+                self._n_leaves[parent.kind] -= 1
+        self._n_leaves[kind] += 1
+        self._use(node)
+
+    def _rise(self, node: _Node, kind: str) -> None:
+        """Touch a known block and give it the higher of its type and the new one."""
+        kind = policy.protect(node.kind, kind)
+        if kind != node.kind:
+            if not node.children:
+                self._n_leaves[node.kind] -= 1
+                self._n_leaves[kind] += 1
+            node.kind = kind
+        self._use(node)
+
+    def _use(self, node: _Node) -> None:
+        self._clock += 1
+        node.last_use = self._clock
+        if not node.children:
+            self._offer(node)
+
+    def _offer(self, node: _Node) -> None:
+        heap = self._leaves[node.kind]
+        heapq.heappush(heap, (node.last_use, node.block.key))
+        if len(heap) > 64 + 4 * len(self._nodes):
+            heap[:] = [item for item in heap if self._stands(item, node.kind)]
+            heapq.heapify(heap)
+
+    def _stands(self, item: tuple[int, BlockKey], kind: str) -> bool:
+        node = self._nodes.get(item[1])
+        return (
+            node is not None
+            and node.last_use == item[0]
+            and node.kind == kind
+            and not node.children
+        )
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See `core.Tier.touch`. A block that becomes a leaf inherits its last child's use, so
+        touching the deepest block of a chain is the same as touching them all.
+        """
+        with self._lock:
+            for key in keys:
+                node = self._nodes.get(key)
+                if node is not None:
+                    self._use(node)
+
+    # ---- holding
+
+    def hold(self, blocks: Sequence[Block]) -> list[Block]:
+        """Keep the leading blocks that are here from leaving, until `release`; returns them."""
+        with self._lock:
+            held = []
+            for block in blocks:
+                node = self._nodes.get(block.key)
+                if node is None:
+                    break
+                if not node.holds:
+                    self._held_bytes += node.n_bytes
+                node.holds += 1
+                held.append(block)
+            return held
+
+    def release(self, keys: Iterable[BlockKey]) -> None:
+        """Undo one `hold`. Room that a `trim_to` could not get meanwhile is given back now."""
+        with self._lock:
+            for key in keys:
+                self._release(key)
+            self._shrink(self._target)
+
+    def _release(self, key: BlockKey) -> None:
+        node = self._replaced.get(key) or self._nodes.get(key)
+        if node is None:
+            return
+        node.holds -= 1
+        if node.holds:
+            return
+        self._held_bytes -= node.n_bytes
+        if self._replaced.pop(key, None) is not None:
+            self._n_bytes -= node.n_bytes
+        elif not node.children:
+            self._offer(node)
+
+    def mark_stored(self, keys: Iterable[BlockKey]) -> None:
+        """Note that the cold tier has these blocks: when they leave, they are demoted."""
+        with self._lock:
+            for key in keys:
+                node = self._nodes.get(key)
+                if node is not None:
+                    node.stored = True
+
+    # ---- entries
+
+    def enter(self, chain: Chain, kind: str) -> bool:
+        """Note that a whole prompt is here, in place of the entries that are its prefixes."""
+        with self._lock:
+            anchor = self._anchor(chain)
+            if anchor is None:
+                return False
+            for key in chain.keys[:-1]:
+                for entry in list(self._nodes[key].entries):
+                    self._forget(entry)
+            for entry, length in list(anchor.entries.items()):
+                if length <= len(chain.tokens):
+                    self._forget(entry)
+            self._rise(anchor, kind)
+            entry = chain.keys[-1]
+            anchor.entries[entry] = len(chain.tokens)
+            self._entries[entry] = (anchor.block.key, kind)
+            return True
+
+    def limit_entries(self, n: int) -> None:
+        """Let go of the oldest entries of the least protected type until ``n`` are left; their
+        blocks leave as far as no other block or entry needs them.
+        """
+        with self._lock:
+            while len(self._entries) > n:
+                counts = dict.fromkeys(CACHE_TYPES, 0)
+                for _, kind in self._entries.values():
+                    counts[kind] += 1
+                kind = next(k for k in policy.victim_order(counts) if counts[k])
+                oldest = min(
+                    (self._nodes[key].last_use, key, entry)
+                    for entry, (key, k) in self._entries.items()
+                    if k == kind
+                )
+                self._forget(oldest[2])
+                self._drop_branch(oldest[1])
+
+    def _anchor(self, chain: Chain) -> _Node | None:
+        """The block that holds the end of ``chain``: its last one, or a longer one covering it."""
+        last = len(chain.keys) - 1
+        node = self._nodes.get(chain.keys[last])
+        if node is not None:
+            return node
+        order = keys.ordered(chain.tokens_of(last))
+        for key in self._neighbours(chain.parent(last), order):
+            if self._nodes[key].order.startswith(order):
+                return self._nodes[key]
+        return None
+
+    def _forget(self, entry: BlockKey) -> None:
+        anchor, _ = self._entries.pop(entry)
+        del self._nodes[anchor].entries[entry]
+
+    def _drop_branch(self, key: BlockKey) -> None:
+        node = self._nodes.get(key)
+        while node and not (node.children or node.holds or node.entries):
+            parent = self._nodes.get(node.block.parent)
+            self._evict(node)
+            node = parent
+
+    # ---- leaving
+
+    def trim_to(self, n_bytes: int) -> None:
+        """See `core.Tier.trim_to`. What is held leaves as soon as it is released."""
+        with self._lock:
+            self._target = max(0, min(n_bytes, self._cap))
+            self._shrink(self._target)
+
+    def _shrink(self, n_bytes: int) -> None:
+        while self._n_bytes > n_bytes and self._evict_one(frozenset()):
+            pass
+
+    def _evict_one(self, spared: set[BlockKey] | frozenset[BlockKey]) -> bool:
+        for kind in policy.victim_order(self._n_leaves):
+            node = self._oldest_leaf(kind, spared)
+            if node is not None:
+                self._evict(node)
+                return True
+        return False
+
+    def _oldest_leaf(self, kind: str, spared: set[BlockKey] | frozenset[BlockKey]) -> _Node | None:
+        heap = self._leaves[kind]
+        passed = []
+        found = None
+        while heap and found is None:
+            item = heapq.heappop(heap)
+            if not self._stands(item, kind):
+                continue
+            node = self._nodes[item[1]]
+            if item[1] in spared:
+                passed.append(item)
+            elif not node.holds:
+                found = node
+        for item in passed:
+            heapq.heappush(heap, item)
+        return found
+
+    def _evict(self, node: _Node) -> None:
+        if node.stored:
+            self._demotes += 1
+        else:
+            self._evictions += 1
+        self._n_bytes -= node.n_bytes
+        self._unlink(node)
+
+    def _replace(self, node: _Node) -> None:
+        """Take a tail out in favour of a longer sibling that has all its tokens."""
+        if node.holds:
+            self._replaced[node.block.key] = node
+        else:
+            self._n_bytes -= node.n_bytes
+        self._unlink(node)
+
+    def _unlink(self, node: _Node) -> None:
+        key, parent_key = node.block.key, node.block.parent
+        for entry in list(node.entries):
+            self._forget(entry)
+        del self._nodes[key]
+        siblings = self._siblings[parent_key]
+        del siblings[bisect_left(siblings, (node.order, key))]
+        if not siblings:
+            del self._siblings[parent_key]
+        self._n_leaves[node.kind] -= 1
+        parent = self._nodes.get(parent_key)
+        if parent is None:
+            return
+        parent.children -= 1
+        parent.last_use = max(parent.last_use, node.last_use)
+        if not parent.children:
+            self._n_leaves[parent.kind] += 1
+            self._offer(parent)
+
+    def close(self) -> None:
+        """See `core.Tier.close`."""
+        with self._lock:
+            self._nodes.clear()
+            self._siblings.clear()
+            self._replaced.clear()
+            self._entries.clear()
+            self._leaves = {k: [] for k in CACHE_TYPES}
+            self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
+            self._n_bytes = self._held_bytes = self._cap = self._target = 0
+
+    # ---- checking
+
+    def check(self) -> list[Problem]:
+        """See `core.Tier.check`."""
+        with self._lock:
+            found = [*self._check_counts(), *self._check_tree(), *self._check_entries()]
+            return [Problem("hot", where, what) for where, what in found]
+
+    def _check_counts(self) -> Iterable[tuple[str, str]]:
+        nodes = (*self._nodes.values(), *self._replaced.values())
+        total = sum(node.n_bytes for node in nodes)
+        if total != self._n_bytes:
+            yield "bytes", f"{self._n_bytes} counted, {total} held"
+        held = sum(node.n_bytes for node in nodes if node.holds)
+        if held != self._held_bytes:
+            yield "held bytes", f"{self._held_bytes} counted, {held} held"
+        if self._n_bytes > self._cap:
+            yield "bytes", f"{self._n_bytes} over the cap of {self._cap}"
+        leaves = dict.fromkeys(CACHE_TYPES, 0)
+        for node in self._nodes.values():
+            leaves[node.kind] += not node.children
+        if leaves != self._n_leaves:
+            yield "leaves", f"{self._n_leaves} counted, {leaves} found"
+
+    def _check_tree(self) -> Iterable[tuple[str, str]]:
+        waiting = {item for heap in self._leaves.values() for item in heap}
+        children: dict[BlockKey, list[tuple[bytes, BlockKey]]] = {}
+        for key, node in self._nodes.items():
+            children.setdefault(node.block.parent, []).append((node.order, key))
+            if node.block.parent != node.block.root and node.block.parent not in self._nodes:
+                yield key.hex(), "its parent is absent"
+            evictable = node.holds or node.children or (node.last_use, key) in waiting
+            if not evictable:
+                yield key.hex(), "a leaf that can't be evicted"
+        for parent, rows in children.items():
+            rows.sort()
+            if rows != self._siblings.get(parent):
+                yield parent.hex(), "its list of children is wrong"
+            if parent in self._nodes and self._nodes[parent].children != len(rows):
+                yield parent.hex(), "its number of children is wrong"
+            for (a, _), (b, _) in pairwise(rows):
+                if b.startswith(a):
+                    yield parent.hex(), "a child is covered by a longer one"
+        if self._siblings.keys() != children.keys():
+            yield "children", "lists of children without a child"
+
+    def _check_entries(self) -> Iterable[tuple[str, str]]:
+        for entry, (anchor, _) in self._entries.items():
+            if anchor not in self._nodes or entry not in self._nodes[anchor].entries:
+                yield entry.hex(), "an entry without its last block"
+        if sum(len(node.entries) for node in self._nodes.values()) != len(self._entries):
+            yield "entries", "a block knows an entry that the tier does not"
+
+
+def _is(block: Block, chain: Chain, i: int) -> bool:
+    return block.parent == chain.parent(i) and block.tokens == chain.tokens_of(i)

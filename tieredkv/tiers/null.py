@@ -1,0 +1,58 @@
+"""The tier that holds nothing: what a store without a cold directory has below it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tieredkv.core import Block, BlockKey, Chain, ColdCounters, Namespace, Partial, Problem
+
+
+class NullTier:
+    """Finds nothing and takes nothing. Any thread may call."""
+
+    n_bytes = 0
+    n_blocks = 0
+
+    def lookup(self, chain: Chain, start: int = 0) -> int:  # noqa: ARG002 - the contract's names
+        """Nothing beyond ``start``."""
+        return start
+
+    def nearest(self, parent: BlockKey, tokens: bytes) -> Partial | None:  # noqa: ARG002
+        """None."""
+        return None
+
+    def load(self, keys: Sequence[BlockKey]) -> list[Block]:  # noqa: ARG002
+        """No blocks."""
+        return []
+
+    def put(self, blocks: Sequence[Block]) -> int:  # noqa: ARG002
+        """None held."""
+        return 0
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Nothing to touch."""
+
+    def trim_to(self, n_bytes: int) -> None:
+        """Always within."""
+
+    def check(self) -> list[Problem]:
+        """No books, no faults."""
+        return []
+
+    def missing(self, chain: Chain) -> int:
+        """Wants nothing."""
+        return len(chain.keys)
+
+    def register(self, namespace: Namespace) -> None:
+        """Describes nothing."""
+
+    def layouts(self, base: BlockKey) -> list[str]:  # noqa: ARG002
+        """Knows none."""
+        return []
+
+    def counters(self) -> ColdCounters:
+        """All zero."""
+        return ColdCounters()
+
+    def close(self) -> None:
+        """Nothing to release."""

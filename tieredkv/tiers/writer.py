@@ -1,0 +1,162 @@
+"""Write-behind: one thread that takes blocks from a bounded queue to a slower tier.
+
+Durable as it happens: what is submitted is committed as soon as the tier can follow, and
+nothing waits for a shutdown. The thread runs no mlx op; it reads tensors as buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tieredkv.core import Block, BlockKey, Tier
+
+_LOG = logging.getLogger("tieredkv")
+
+# Raw bytes taken to the tier at once: small enough that a kill loses little, large enough that
+# one commit's sync is shared by several blocks.
+_BATCH_BYTES = 32 << 20
+
+# How long a recorded use may wait for company before it is written.
+_TOUCH_SECONDS = 1.0
+
+Done = Callable[[Sequence[Block], int], None]
+
+
+class Writer:
+    """Takes blocks to ``tier`` in the background.
+
+    ``done(blocks, n)`` is called on the writer thread when blocks leave the queue: the first
+    ``n`` of them are committed, the others were given up. `submit` and `touch` never wait.
+    """
+
+    def __init__(self, tier: Tier, limit_bytes: int, done: Done) -> None:
+        self._tier = tier
+        self._limit = limit_bytes
+        self._done = done
+        # One deque per submission: consecutive blocks of one chain, so a block's fate decides
+        # that of those behind it.
+        self._jobs: deque[deque[Block]] = deque()
+        self._pending: set[BlockKey] = set()
+        self._n_bytes = 0
+        self._touched: dict[BlockKey, None] = {}
+        self._busy = False
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="tieredkv-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def n_bytes(self) -> int:
+        """Raw bytes of the blocks that wait, the ones being written included."""
+        return self._n_bytes
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks that wait, the ones being written included."""
+        return len(self._pending)
+
+    def waits(self, key: BlockKey) -> bool:
+        """Whether a block is in the queue or being written."""
+        with self._changed:
+            return key in self._pending
+
+    def submit(self, blocks: Sequence[Block]) -> int:
+        """Queue consecutive blocks of one chain; how many, from the first, there was room for."""
+        with self._changed:
+            if self._closing:
+                return 0
+            taken: deque[Block] = deque()
+            for block in blocks:
+                if self._n_bytes + block.n_bytes > self._limit:
+                    break
+                self._n_bytes += block.n_bytes
+                self._pending.add(block.key)
+                taken.append(block)
+            if taken:
+                self._jobs.append(taken)
+                self._changed.notify_all()
+            return len(taken)
+
+    def touch(self, key: BlockKey) -> None:
+        """Record a use in the tier, some time soon."""
+        with self._changed:
+            self._touched.pop(key, None)
+            self._touched[key] = None
+            if len(self._touched) == 1:
+                self._changed.notify_all()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until the queue is empty; False if it isn't after ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Stop taking blocks, write what is queued for at most ``timeout`` seconds, end the
+        thread. True if all was written. Idempotent.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        with self._changed:
+            self._jobs.clear()
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            batch, touched = self._next()
+            if not batch and not touched:
+                return
+            if batch:
+                self._write(batch)
+            if touched:
+                self._tier.touch(touched)
+
+    def _next(self) -> tuple[list[Block], list[BlockKey]]:
+        """Wait for the next batch of one job and the uses recorded; nothing at all when closing."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            while not self._jobs and not self._closing:
+                patience = _TOUCH_SECONDS if self._touched else None
+                if not self._changed.wait(patience):
+                    break
+            self._busy = True
+            touched = list(self._touched)
+            self._touched.clear()
+            return self._take(), touched
+
+    def _take(self) -> list[Block]:
+        batch: list[Block] = []
+        if not self._jobs:
+            return batch
+        blocks = self._jobs[0]
+        size = 0
+        while blocks and (not batch or size + blocks[0].n_bytes <= _BATCH_BYTES):
+            size += blocks[0].n_bytes
+            batch.append(blocks.popleft())
+        if not blocks:
+            self._jobs.popleft()
+        return batch
+
+    def _write(self, batch: list[Block]) -> None:
+        try:
+            n = self._tier.put(batch)
+        except Exception:  # noqa: BLE001 - the thread must outlive a fault of the tier; it is told
+            _LOG.exception("tieredkv: the writer lost %d blocks to a fault", len(batch))
+            n = 0
+        with self._changed:
+            rest = self._abandon(batch[-1]) if n < len(batch) else []
+            for block in (*batch, *rest):
+                self._pending.discard(block.key)
+                self._n_bytes -= block.n_bytes
+        self._done([*batch, *rest], n)
+
+    def _abandon(self, last: Block) -> list[Block]:
+        """Blocks queued behind one that could not be written: without it they can't be either."""
+        if not self._jobs or self._jobs[0][0].parent != last.key:
+            return []
+        return list(self._jobs.popleft())
