@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 from tieredkv.core import FORMAT_VERSION, ITEMSIZE, Block, CorruptBlob, TensorSpec
 
 FORMAT = "tieredkv-block"
-CHECKSUM_BYTES = 16
 MAX_HEADER_BYTES = 1 << 18
 MAX_DIMS = 8
-MAX_COUNT = 1 << 40
+MAX_ELEMENTS = 1 << 40
 MAX_WINDOW = 1 << 17
 
 _RAW = "raw"
@@ -86,7 +85,7 @@ class _Entry:
 
 
 class _Engines(threading.local):
-    """A compressor and a decompressor per thread: neither may be used by two at once."""
+    """A compressor, a decompressor and memory per thread: none may be used by two at once."""
 
     def __init__(self) -> None:
         # Huffman-only in effect: the table is too small and the shortest match too long to
@@ -104,13 +103,21 @@ class _Engines(threading.local):
         )
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
+        self._scratch = np.empty(0, np.uint8)
+
+    def scratch(self, n_bytes: int) -> NDArray[np.uint8]:
+        """Memory to overwrite. Kept, for the page faults of fresh memory cost encode a fifth."""
+        if self._scratch.size < n_bytes:
+            self._scratch = np.empty(n_bytes, np.uint8)
+        return self._scratch[:n_bytes]
 
 
 class PlaneCodec:
     """The lossless codec of the cold tier: byte planes, Huffman-coded where that pays.
 
     Equal tensors give equal blobs (with one version of the zstd library). Any thread may call;
-    numpy, zstd and xxhash release the GIL for most of the time.
+    numpy, zstd and xxhash release the GIL for most of the time. A thread that encodes keeps as
+    much memory as its largest block until it ends.
     """
 
     def __init__(self) -> None:
@@ -126,10 +133,15 @@ class PlaneCodec:
             ValueError: a tensor that is not C-contiguous or not what its spec says, or more
                 tensors than a header may describe (several hundred).
         """
+        words = [_words(*pair) for pair in zip(block.specs, block.tensors, strict=True)]
+        scratch = self._engines.scratch(block.n_bytes)
         entries: list[_Entry] = []
         parts: list[_Buffer] = []
-        for spec, tensor in zip(block.specs, block.tensors, strict=True):
-            planes = self._split(spec, _words(spec, tensor))
+        start = 0
+        for spec, tensor in zip(block.specs, words, strict=True):
+            stop = start + spec.n_bytes
+            planes = self._split(spec.dtype, tensor, scratch[start:stop])
+            start = stop
             entries.append(_Entry(spec, tuple(_Plane(name, len(data)) for name, data in planes)))
             parts += [data for _, data in planes]
         header = _header(entries)
@@ -158,17 +170,20 @@ class PlaneCodec:
             start = stop
         return tuple(entry.spec for entry in entries), tuple(tensors)
 
-    def _split(self, spec: TensorSpec, words: NDArray[Any]) -> list[tuple[str, _Buffer]]:
+    def _split(
+        self, dtype: str, words: NDArray[Any], scratch: NDArray[np.uint8]
+    ) -> list[tuple[str, _Buffer]]:
         """Encodings and data of a tensor's planes, or of the whole where no plane shrinks."""
+        rows = scratch.reshape(words.itemsize, words.size)
         frames: dict[int, bytes] = {}
-        for k in self._candidates(spec.dtype, words):
-            frame = self._compress(_plane(words, k))
+        for k in self._candidates(dtype, words):
+            frame = self._compress(_plane(words, k, rows[k]))
             if frame is not None:
                 frames[k] = frame
         if not frames:
             return [(_RAW, words.view(np.uint8).data)]
         return [
-            (_ZSTD, frames[k]) if k in frames else (_RAW, _plane(words, k).data)
+            (_ZSTD, frames[k]) if k in frames else (_RAW, _plane(words, k, rows[k]).data)
             for k in range(words.itemsize)
         ]
 
@@ -181,7 +196,8 @@ class PlaneCodec:
         if dtype == "bfloat16":
             return [1]
         sample = _sample(words)
-        return [k for k in range(words.itemsize) if self._compress(_plane(sample, k)) is not None]
+        planes = [_plane(sample, k, np.empty(sample.size, np.uint8)) for k in range(words.itemsize)]
+        return [k for k, plane in enumerate(planes) if self._compress(plane) is not None]
 
     def _compress(self, plane: NDArray[np.uint8]) -> bytes | None:
         """The plane as one zstd frame, None if that is not worth it."""
@@ -231,7 +247,7 @@ def _storable(spec: TensorSpec) -> bool:
     if spec.dtype not in ITEMSIZE or len(spec.shape) > MAX_DIMS:
         return False
     # Zeros are left out of the product: numpy can't have a shape of (0, 2**62) either.
-    return min(spec.shape, default=0) >= 0 and math.prod(filter(None, spec.shape)) <= MAX_COUNT
+    return min(spec.shape, default=0) >= 0 and math.prod(filter(None, spec.shape)) <= MAX_ELEMENTS
 
 
 def _sample(words: NDArray[Any]) -> NDArray[Any]:
@@ -242,15 +258,13 @@ def _sample(words: NDArray[Any]) -> NDArray[Any]:
     return words[: stride * _SAMPLE_RUNS].reshape(_SAMPLE_RUNS, stride)[:, :_RUN_WORDS].ravel()
 
 
-def _plane(words: NDArray[Any], k: int) -> NDArray[np.uint8]:
-    """Byte ``k`` of each word, 0 the lowest. Whole-word shifts run at 4 times a strided copy."""
+def _plane(words: NDArray[Any], k: int, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Byte ``k`` of each word, 0 the lowest, in ``out`` unless words are bytes already."""
     if words.itemsize == 1:
         return words
-    if k == 0:
-        return words.astype(np.uint8)
-    plane = np.empty(words.size, np.uint8)
-    np.right_shift(words, 8 * k, out=plane, casting="unsafe")
-    return plane
+    # Whole-word shifts run at 4 times the speed of a strided copy.
+    np.right_shift(words, 8 * k, out=out, casting="unsafe")
+    return out
 
 
 def _join(planes: list[NDArray[np.uint8]]) -> NDArray[Any]:
@@ -335,7 +349,7 @@ def _entries(header: bytes) -> list[_Entry]:
 
 
 def _entry(i: int, tensor: object, described: object) -> _Entry:
-    shape = tuple(_count(n) for n in _field(tensor, "shape", list))
+    shape = tuple(_integer(n) for n in _field(tensor, "shape", list))
     spec = TensorSpec(_field(tensor, "dtype", str), shape)
     if not _storable(spec):
         raise CorruptBlob("a dtype or shape that is never stored")
@@ -374,7 +388,7 @@ def _stored(described: object, name: str) -> int:
     offsets = _field(_field(described, name, dict), "data_offsets", list)
     if len(offsets) != 2:
         raise CorruptBlob(f"{name} has no start and end")
-    return _count(offsets[1]) - _count(offsets[0])
+    return _integer(offsets[1]) - _integer(offsets[0])
 
 
 def _load(text: bytes | str) -> object:
@@ -392,8 +406,8 @@ def _field(described: object, name: str, kind: type[_T]) -> _T:
     return value
 
 
-def _count(value: object) -> int:
+def _integer(value: object) -> int:
     # bool is an int to isinstance, and spelled the same once written again.
-    if type(value) is not int or not 0 <= value <= MAX_COUNT:
-        raise CorruptBlob("a size that is no integer within bounds")
+    if type(value) is not int:
+        raise CorruptBlob("a size that is no integer")
     return value

@@ -321,6 +321,10 @@ class ColdCounters:
 class LowerTier(Tier, Protocol):
     """A tier below the hot one: persistent, shared with other processes, fed by the writer."""
 
+    @property
+    def cap_bytes(self) -> int:
+        """The byte cap; 0 for a tier that takes nothing."""
+
     def missing(self, chain: Chain) -> int:
         """Index of the first block of ``chain`` that should be put here; ``len(keys)`` if none."""
 

@@ -136,7 +136,8 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     """Upstream's generation loop, made to end quickly and to refuse what would kill it."""
 
     def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
-        self._contexts: weakref.WeakSet[Any] = weakref.WeakSet()
+        # By id, since contexts can't be hashed.
+        self._contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         super().__init__(model_provider, prompt_cache)
 
     def _run_generate(self) -> None:
@@ -153,13 +154,13 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Upstream's, keeping track of the requests under way."""
         context, responses = super().generate(*args, **kwargs)
-        self._contexts.add(context)
+        self._contexts[id(context)] = context
         return context, responses
 
     def stop_and_join(self) -> None:
         """Stop after the step under way, or give up on it after a few seconds."""
         self._stop = True
-        for context in list(self._contexts):
+        for context in list(self._contexts.values()):
             context.stop()
         self._generation_thread.join(_STOP_SECONDS)
 

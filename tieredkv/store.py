@@ -178,7 +178,7 @@ class TieredStore:
         count, done = self.counters, self.cold.counters()
         return StoreStats(
             hot=TierStats(self.hot.n_bytes, self.hot.cap_bytes, self.hot.n_blocks),
-            cold=TierStats(self.cold.n_bytes, self.config.cold_bytes, self.cold.n_blocks),
+            cold=TierStats(self.cold.n_bytes, self.cold.cap_bytes, self.cold.n_blocks),
             entries=self.hot.n_entries,
             queue_bytes=self.writer.n_bytes,
             queue_blocks=self.writer.n_blocks,

@@ -10,6 +10,7 @@ from tieredkv.core import Block, BlockKey, Chain, ColdCounters, Namespace, Parti
 class NullTier:
     """Finds nothing and takes nothing. Any thread may call."""
 
+    cap_bytes = 0
     n_bytes = 0
     n_blocks = 0
 

@@ -1,0 +1,1 @@
+"""Measurements and the demonstration. Not part of the installed package."""

@@ -1,0 +1,727 @@
+"""The tier on disk: blocks in one LMDB environment that all processes on a machine may share.
+
+Which blocks are kept, read and given up is decided here. What rows a block has is in
+``ledger``, how they look in ``records``, and how LMDB is kept safe in ``environment``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from tieredkv.codec import checksum
+from tieredkv.core import (
+    Block,
+    BlockKey,
+    Chain,
+    Codec,
+    ColdCounters,
+    ColdTierUnavailable,
+    CorruptBlob,
+    Namespace,
+    Partial,
+    Problem,
+)
+from tieredkv.keys import base_key, common_prefix, namespace_key
+from tieredkv.tiers import audit
+from tieredkv.tiers.environment import (
+    Damaged,
+    Environment,
+    Fault,
+    Lost,
+    log_quarantine,
+    open_for_reading,
+    open_for_writing,
+)
+from tieredkv.tiers.ledger import CAP, Ledger, Origin, Rows
+from tieredkv.tiers.records import (
+    MAX_PIECES,
+    MAX_RAW_BYTES,
+    MAX_TOKENS,
+    PIECE_BYTES,
+    Record,
+    describe,
+    described,
+    record_of,
+)
+from tieredkv.tiers.usage import ColdUsage, NamespaceUsage, survey
+
+__all__ = ["ColdReader", "ColdTier", "ColdTierCounters", "ColdUsage", "NamespaceUsage"]
+
+logger = logging.getLogger("tieredkv")
+
+_MAX_BATCH_BYTES = 64 << 20
+_MAX_EVICTED_BYTES = 256 << 20
+_MAX_PURGED_BLOCKS = 256
+# Pages that an empty store needs.
+_EMPTY_PAGES = 16
+_MAX_DECODERS = 4
+# Why a block waits: there is room for it, but in pages that only a later transaction can use.
+_SETTLING = "settling"
+_MAX_SETTLING = 3
+
+_T = TypeVar("_T")
+_Found = tuple[BlockKey, Record, bytes]
+
+
+def batch_bytes(cap_bytes: int) -> int:
+    """Encoded bytes after which a transaction takes no further block."""
+    return min(_MAX_BATCH_BYTES, cap_bytes // 64)
+
+
+def scattered_bytes(cap_bytes: int) -> int:
+    """Free pages of the file that are taken not to fit anything, and the lists of them.
+
+    Measured over ten times the cap in blocks of 50 KB to 2 MB: at most 4% of a 64 MB store,
+    1.3% of a 1 GB one.
+    """
+    return cap_bytes // 32
+
+
+def budget_bytes(cap_bytes: int, cost: int = 0) -> int:
+    """Live bytes at which the *file* can be kept within ``cap_bytes``.
+
+    Pages freed by one transaction can be used two later, so next to the scattered ones as many
+    must be free as two transactions write: a batch each, and a block of ``cost`` bytes beyond.
+    """
+    return cap_bytes - scattered_bytes(cap_bytes) - 2 * (batch_bytes(cap_bytes) + cost)
+
+
+@dataclass(frozen=True, slots=True)
+class ColdTierCounters(ColdCounters):
+    """Counts since the tier was opened, by this process alone.
+
+    ``bytes_written`` are encoded bytes of new blocks, ``page_bytes_written`` what those take in
+    whole pages. ``dropped`` counts blocks not stored, by reason, ``faults`` errors by kind.
+    """
+
+    blocks_written: int = 0
+    page_bytes_written: int = 0
+    superseded: int = 0
+    corrupt: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+class _Reading:
+    """What needs no write: shared by the tier and by those who only look."""
+
+    def __init__(self, environment: Environment, codec: Codec) -> None:
+        self._directory = environment.directory
+        self._codec = codec
+        self._lock = threading.Lock()
+        self._environment: Environment | None = environment
+        # Replaced, never changed: other threads read it meanwhile.
+        self._condemned: frozenset[BlockKey] = frozenset()
+        self._counts: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            min(_MAX_DECODERS, os.cpu_count() or 1), thread_name_prefix="tieredkv-decode"
+        )
+        self._closed = False
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the pages in use, by all processes."""
+        return self._read(Rows.live_bytes, 0)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks in the store, of all processes."""
+        return self._read(lambda rows: rows.n_blocks, 0)
+
+    @property
+    def cap_bytes(self) -> int:
+        """The cap in force, which is that of whoever opened the store last."""
+        return self._read(lambda rows: rows.number(CAP) or 0, 0)
+
+    def lookup(self, chain: Chain, start: int = 0) -> int:
+        """See ``Tier.lookup``."""
+
+        def walk(rows: Rows) -> int:
+            i = start
+            while i < chain.n_full and self._is_block(rows, chain, i):
+                i += 1
+            return i
+
+        return self._read(walk, start)
+
+    def nearest(self, parent: BlockKey, tokens: bytes) -> Partial | None:
+        """See ``Tier.nearest``. O(log n) in the number of siblings."""
+        query = tokens[: MAX_TOKENS * 8]
+
+        def search(rows: Rows) -> Partial | None:
+            shared = [
+                Partial(node.key, common_prefix(node.record.tokens, query))
+                for node in rows.neighbours(parent, query)
+                if node.key not in self._condemned
+            ]
+            best = max(shared, key=lambda partial: partial.n_tokens, default=None)
+            return best if best and best.n_tokens else None
+
+        return self._read(search, None)
+
+    def load(self, keys: Sequence[BlockKey]) -> list[Block]:
+        """See ``Tier.load``. Blobs are copied in one read transaction, decoded after it."""
+        pool = self._pool
+        nothing: list[_Found] = []
+        found = self._read(lambda rows: self._collect(rows, keys), nothing)
+        if pool is None or not found:
+            return []
+        blocks = pool.map(self._decode, found) if len(found) > 1 else map(self._decode, found)
+        leading: list[Block] = []
+        for block in blocks:
+            if block is None:
+                break
+            leading.append(block)
+        return leading
+
+    def missing(self, chain: Chain) -> int:
+        """Index of the first block of ``chain``, tail included, that isn't here.
+
+        A tail that a longer sibling covers is here. O(log n): a block is never here without
+        those before it.
+        """
+
+        def search(rows: Rows) -> int:
+            low, high = 0, len(chain.keys)
+            while low < high:
+                middle = (low + high) // 2
+                if _holds(rows, chain, middle):
+                    low = middle + 1
+                else:
+                    high = middle
+            bad = (i for i, key in enumerate(chain.keys[:low]) if key in self._condemned)
+            return next(bad, low)
+
+        return self._read(search, 0)
+
+    def layouts(self, base: BlockKey) -> list[str]:
+        """Layout, as JSON, of every namespace in the store whose base key is ``base``."""
+
+        def scan(rows: Rows) -> list[str]:
+            return [
+                str(described(row.origin.description).get("layout", ""))
+                for row in rows.namespaces()
+                if row.origin.base == base
+            ]
+
+        return self._read(scan, [])
+
+    def usage(self) -> ColdUsage:
+        """What the store holds, by namespace. Reads every index record."""
+        file_bytes = self._environment.file_bytes() if self._environment else 0
+        empty = ColdUsage(file_bytes, 0, 0, 0, ())
+        return self._read(lambda rows: survey(rows, file_bytes), empty)
+
+    def check(self) -> list[Problem]:
+        """See ``Tier.check``. Reads all rows, but not the contents of blobs."""
+        failed = [Problem("cold", str(self._directory), "can't be read")]
+        return [] if self._closed else self._read(self._recount, failed)
+
+    def verify(self) -> list[Problem]:
+        """``check``, and the checksum of every blob: reads the whole store."""
+        return [*self.check(), *self._unsound()]
+
+    def counters(self) -> ColdTierCounters:
+        """What happened since this tier was opened."""
+        with self._lock:
+            return ColdTierCounters(
+                **self._counts, dropped=dict(self._dropped), faults=dict(self._faults)
+            )
+
+    def close(self) -> None:
+        """Let go of the environment; operations under way end first. Idempotent."""
+        with self._lock:
+            environment, self._environment = self._environment, None
+            self._closed = True
+            # Its threads end once nobody uses it: a shutdown would fail a load under way.
+            self._pool = None
+        if environment and environment.pid == os.getpid():
+            environment.release()
+
+    def _hold(self) -> Environment | None:
+        """The environment, to be released after use; None once closed or in another process."""
+        environment = self._environment
+        return environment if environment and environment.hold() else None
+
+    def _read(self, work: Callable[[Rows], _T], absent: _T) -> _T:
+        """Result of ``work`` in a read transaction, ``absent`` if the store can't be read."""
+        environment = self._hold()
+        if environment is None:
+            return absent
+        try:
+            return environment.read(work)
+        except Fault as fault:
+            self._count_fault(fault.kind, fault)
+            return absent
+        finally:
+            environment.release()
+
+    def _is_block(self, rows: Rows, chain: Chain, i: int) -> bool:
+        """Whether block ``i`` is here and is what the chain says: parent, root and token ids."""
+        key = chain.keys[i]
+        record = rows.record(key)
+        return (
+            record is not None
+            and key not in self._condemned
+            and record.root == chain.root
+            and record.parent == chain.parent(i)
+            and record.tokens == chain.tokens_of(i)
+        )
+
+    def _collect(self, rows: Rows, keys: Sequence[BlockKey]) -> list[_Found]:
+        """Leading blocks whose records are consistent and whose pieces are all there."""
+        found: list[_Found] = []
+        before: BlockKey | None = None
+        for key in keys:
+            record = None if key in self._condemned else rows.record(key)
+            if record is None or (before is not None and record.parent != before):
+                break
+            blob = rows.blob(key, record)
+            if blob is None or not record.names(key):
+                self._condemn(key, "its pieces or its key are not those of its record")
+                break
+            found.append((key, record, blob))
+            before = key
+        return found
+
+    def _decode(self, item: _Found) -> Block | None:
+        key, record, blob = item
+        if checksum(blob) != record.checksum:
+            self._condemn(key, "its checksum is wrong")
+            return None
+        try:
+            specs, tensors = self._codec.decode(blob, record.raw_bytes)
+        except CorruptBlob as error:
+            self._condemn(key, str(error))
+            return None
+        except Exception as error:  # noqa: BLE001 - counted, logged; the caller serves requests
+            self._count_fault("decode", error)
+            return None
+        return Block(record.root, record.parent, key, record.tokens, specs, tensors)
+
+    def _condemn(self, key: BlockKey, why: str) -> None:
+        """Treat a damaged block as absent from now on; a writer deletes it, to be stored anew."""
+        with self._lock:
+            new = key not in self._condemned
+            self._condemned |= {key}
+            self._counts["corrupt"] += new
+        if new:
+            self._count_fault("corrupt", CorruptBlob(f"block {key.hex()}: {why}"))
+
+    def _count_fault(self, kind: str, error: BaseException) -> None:
+        """Count an error, and log the first of its kind."""
+        with self._lock:
+            self._faults[kind] += 1
+            first = self._faults[kind] == 1
+        if first:
+            logger.warning(
+                "cold tier in %s: %s: %s (further ones are only counted)",
+                self._directory,
+                kind,
+                error or type(error).__name__,
+            )
+
+    def _unsound(self) -> Iterator[Problem]:
+        """Blocks whose blob isn't what its checksum says, read in a transaction each."""
+        none: list[BlockKey] = []
+        keys = self._read(lambda rows: [key for key, _ in rows.records()], none)
+        for key in keys:
+            if not self._read(partial(_is_sound, key), True):
+                yield Problem("cold", key.hex(), "blob is damaged")
+
+    def _recount(self, rows: Rows) -> list[Problem]:
+        try:
+            problems = audit.recount(rows)
+        except CorruptBlob as error:
+            return [Problem("cold", str(self._directory), str(error))]
+        cap = rows.number(CAP)
+        if cap is not None and rows.live_bytes() > cap:
+            problems.append(Problem("cold", str(self._directory), "more than the cap is in use"))
+        return problems
+
+
+class ColdReader(_Reading):
+    """A cold directory opened read-only, also while others write to it: for reports and checks."""
+
+    def __init__(self, path: Path, codec: Codec) -> None:
+        """Open what is at ``path``; creates nothing.
+
+        Raises:
+            ColdTierUnavailable: there is no cold tier, or it is damaged or of another format.
+        """
+        super().__init__(open_for_reading(Path(path)), codec)
+
+
+def _is_sound(key: BlockKey, rows: Rows) -> bool:
+    record = rows.record(key)
+    if record is None:
+        # Evicted since the keys were listed.
+        return True
+    blob = rows.blob(key, record)
+    return blob is not None and checksum(blob) == record.checksum
+
+
+def _holds(rows: Rows, chain: Chain, i: int) -> bool:
+    if rows.has(chain.keys[i]):
+        return True
+    is_tail = i == chain.n_full
+    return is_tail and _cover(rows, chain.parent(i), chain.tokens_of(i)) is not None
+
+
+def _cover(rows: Rows, parent: BlockKey, tokens: bytes) -> BlockKey | None:
+    """The child of ``parent`` that has all of ``tokens`` and more."""
+    for node in rows.neighbours(parent, tokens):
+        longer = node.record.tokens
+        if len(longer) > len(tokens) and longer.startswith(tokens):
+            return node.key
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A block of a batch. ``blob`` is None if the block was here when the batch was made."""
+
+    block: Block
+    blob: bytes | None
+    checksum: bytes
+    is_last_of_chain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """On which a batch may evict: never these keys, and at most so many bytes a transaction."""
+
+    spared: frozenset[bytes]
+    evictable_bytes: int
+
+
+@dataclass(slots=True)
+class _Done:
+    """What a transaction did, to be counted once it is committed."""
+
+    held: int = 0
+    reason: str = ""
+    evicted_bytes: int = 0
+    purged: set[BlockKey] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+class ColdTier(_Reading):
+    """``core.Tier`` on disk, durable with every return of ``put``.
+
+    Any thread may call; writes are one transaction each and wait for one another, also across
+    processes, for at most 10 s before they are dropped. Nothing raises but the constructor: an
+    error of the disk or the store is counted, logged once for each kind, and the block isn't
+    there. In a child process after a fork the tier finds nothing.
+    """
+
+    def __init__(self, path: Path, cap_bytes: int, codec: Codec) -> None:
+        """Open or create the store in directory ``path``.
+
+        ``cap_bytes`` bounds the size of its data file. It replaces the cap that the store has,
+        for all processes; if it is lower, the next writes evict, a bounded amount each. A store
+        that is damaged is moved into ``quarantine-…`` in its directory and a new one started.
+
+        Raises:
+            ColdTierUnavailable: the directory can't be used; the message says what to do.
+        """
+        super().__init__(open_for_writing(Path(path), cap_bytes), codec)
+        self._wanted_cap = cap_bytes
+        self._origins: dict[BlockKey, Origin] = {}
+        if self.cap_bytes != cap_bytes:
+            self._change_cap()
+
+    def register(self, namespace: Namespace) -> None:
+        """Remember what describes ``namespace``; its row is written with its first block."""
+        origin = Origin(base_key(namespace), describe(namespace))
+        self._origins[namespace_key(namespace)] = origin
+
+    def put(self, blocks: Sequence[Block]) -> int:
+        """See ``Tier.put``. Blocks are durable when it returns.
+
+        Encodes outside of all locks. A batch of more raw bytes than the tier has room for fills
+        what is free, but evicts nothing.
+        """
+        held, reason = self._put(blocks)
+        if held < len(blocks):
+            with self._lock:
+                self._dropped[reason] += len(blocks) - held
+        return held
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """See ``Tier.touch``. One transaction for all."""
+
+        def touch_all(ledger: Ledger, done: _Done) -> None:
+            for key in keys:
+                ledger.touch(key)
+            done.held = len(keys)
+
+        if keys:
+            self._write(touch_all)
+
+    def trim_to(self, n_bytes: int) -> None:
+        """See ``Tier.trim_to``. In bounded steps, between which others may write."""
+
+        def trim(ledger: Ledger, done: _Done) -> None:
+            terms = _Terms(frozenset(), _MAX_EVICTED_BYTES)
+            _evict(ledger, max(0, n_bytes), terms, done)
+
+        while (done := self._write(trim)) is not None and done.evicted_bytes:
+            pass
+
+    def _put(self, blocks: Sequence[Block]) -> tuple[int, str]:
+        """How many leading blocks are held, and why not all."""
+        unread: list[bool] = []
+        known = self._read(lambda rows: [_is_held(rows, block) for block in blocks], unread)
+        if len(known) < len(blocks):
+            return 0, "fault"
+        cap = self.cap_bytes
+        terms = _terms(blocks, known, cap)
+        held = 0
+        settling = 0
+        while held < len(blocks):
+            batch, reason = self._encode(blocks, known, held, batch_bytes(cap))
+            done = self._write(partial(self._store, batch, terms))
+            if done is None:
+                return held, "fault"
+            held += done.held
+            settling = 0 if done.held else settling + 1
+            if done.reason == _SETTLING and settling <= _MAX_SETTLING:
+                continue
+            if done.held < len(batch) or reason:
+                return held, done.reason or reason
+        return held, ""
+
+    def _encode(
+        self, blocks: Sequence[Block], known: Sequence[bool], start: int, limit: int
+    ) -> tuple[list[_Item], str]:
+        """The next batch, and why it ends before a block if that can't be encoded."""
+        batch: list[_Item] = []
+        n_bytes = 0
+        for i in range(start, len(blocks)):
+            block = blocks[i]
+            is_last = i + 1 == len(blocks) or blocks[i + 1].parent != block.key
+            if known[i]:
+                batch.append(_Item(block, None, b"", is_last))
+                continue
+            if n_bytes >= limit and batch:
+                break
+            blob = self._blob(block)
+            if isinstance(blob, str):
+                return batch, blob
+            batch.append(_Item(block, blob, checksum(blob), is_last))
+            n_bytes += len(blob)
+        return batch, ""
+
+    def _blob(self, block: Block) -> bytes | str:
+        """The encoded block, or why it can't be stored."""
+        if block.n_bytes > MAX_RAW_BYTES or not 0 < block.n_tokens <= MAX_TOKENS:
+            return "too_large"
+        try:
+            blob = self._codec.encode(block)
+        except Exception as error:  # noqa: BLE001 - counted, logged; the caller is the writer
+            self._count_fault("encode", error)
+            return "encode"
+        return blob if 0 < len(blob) <= MAX_PIECES * PIECE_BYTES else "too_large"
+
+    def _store(self, batch: Sequence[_Item], terms: _Terms, ledger: Ledger, done: _Done) -> None:
+        for item in batch:
+            done.reason = self._store_one(ledger, item, terms, done)
+            if done.reason:
+                return
+            done.held += 1
+
+    def _store_one(self, ledger: Ledger, item: _Item, terms: _Terms, done: _Done) -> str:
+        """Make sure that a block is held; why it isn't, if it isn't."""
+        block = item.block
+        if {block.key, block.parent} & (self._condemned - done.purged):
+            return "corrupt"
+        if ledger.has(block.key):
+            if item.is_last_of_chain:
+                ledger.touch(block.key)
+            return ""
+        if not _has_parent(ledger, block):
+            return "orphan"
+        cover = _cover(ledger, block.parent, block.tokens)
+        if cover is not None:
+            ledger.touch(cover)
+            return ""
+        if item.blob is None:
+            return "raced"
+        return self._insert(ledger, item, item.blob, terms, done)
+
+    def _insert(self, ledger: Ledger, item: _Item, blob: bytes, terms: _Terms, done: _Done) -> str:
+        block = item.block
+        cost = ledger.cost_bytes(len(blob))
+        cap = ledger.number(CAP) or 0
+        limit = budget_bytes(cap, cost) - cost
+        if limit < _EMPTY_PAGES * ledger.page_bytes:
+            return "too_large"
+        if not _evict(ledger, limit, terms, done):
+            return "no_room"
+        if ledger.file_bytes_after(cost, scattered_bytes(cap)) > cap:
+            return _SETTLING
+        done.counts["superseded"] += _supersede(ledger, block)
+        record = record_of(block, len(blob), item.checksum, time.time_ns())
+        ledger.add(block.key, record, blob, self._origins.get(block.root))
+        done.counts["blocks_written"] += 1
+        done.counts["bytes_written"] += len(blob)
+        done.counts["page_bytes_written"] += cost
+        return ""
+
+    def _change_cap(self) -> None:
+        def change(ledger: Ledger, done: _Done) -> None:
+            ledger.set_number(CAP, self._wanted_cap)
+            done.evicted_bytes = ledger.live_bytes() - budget_bytes(self._wanted_cap)
+
+        done = self._write(change)
+        if done and done.evicted_bytes > 0:
+            logger.warning(
+                "cold tier in %s: the new cap of %d bytes is %d too low for what is there; "
+                "the next writes evict the least recently used blocks, %d MiB each at most",
+                self._directory,
+                self._wanted_cap,
+                done.evicted_bytes,
+                _MAX_EVICTED_BYTES >> 20,
+            )
+
+    def _write(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
+        """What ``work`` did in one transaction, now committed; None if nothing was changed."""
+        done = self._write_once(work)
+        if done is None and self._environment is None:
+            # The store was lost or given up, and can be opened anew.
+            done = self._write_once(work)
+        if done is None:
+            return None
+        with self._lock:
+            self._condemned -= done.purged
+            self._counts.update(done.counts)
+            self._counts["commits"] += 1
+        return done
+
+    def _write_once(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
+        environment = self._hold() or self._reopen()
+        if environment is None:
+            return None
+
+        def run(ledger: Ledger) -> _Done:
+            done = _Done()
+            self._purge(ledger, done)
+            work(ledger, done)
+            return done
+
+        try:
+            return environment.write(run)
+        except Fault as fault:
+            self._count_fault(fault.kind, fault)
+            if isinstance(fault, Damaged):
+                self._start_over(environment, fault)
+            if isinstance(fault, Lost):
+                self._leave(environment)
+            return None
+        finally:
+            environment.release()
+
+    def _purge(self, ledger: Ledger, done: _Done) -> None:
+        """Delete damaged blocks and, as no block is without its ancestors, what is below them."""
+        left = _MAX_PURGED_BLOCKS
+        for key in sorted(self._condemned):
+            left -= ledger.remove_subtree(key, left)
+            if not ledger.has(key):
+                done.purged.add(key)
+
+    def _start_over(self, environment: Environment, why: Damaged) -> None:
+        """Move a damaged store aside. Others notice at their next write, as for a deleted one."""
+        try:
+            aside = environment.set_aside()
+        except Fault as fault:
+            self._count_fault(fault.kind, fault)
+            return
+        if aside:
+            log_quarantine(self._directory, str(why), aside)
+        self._leave(environment)
+
+    def _leave(self, environment: Environment) -> None:
+        """Let go of an environment that is of no more use; the next write opens a new one."""
+        with self._lock:
+            if self._environment is not environment:
+                return
+            self._environment = None
+            self._condemned = frozenset()
+        environment.release()
+
+    def _reopen(self) -> Environment | None:
+        """A new environment, held, in place of one that was left; None if there can't be one."""
+        if self._closed or self._environment is not None:
+            return None
+        try:
+            environment = open_for_writing(self._directory, self._wanted_cap)
+        except ColdTierUnavailable as error:
+            self._count_fault("unavailable", error)
+            return None
+        with self._lock:
+            taken = not self._closed and self._environment is None
+            if taken:
+                self._environment = environment
+        if not taken:
+            environment.release()
+        return self._hold()
+
+
+def _terms(blocks: Sequence[Block], known: Sequence[bool], cap_bytes: int) -> _Terms:
+    new_bytes = sum(block.n_bytes for block, here in zip(blocks, known, strict=True) if not here)
+    spared = frozenset(key for block in blocks for key in (block.key, block.parent))
+    fits = new_bytes <= budget_bytes(cap_bytes)
+    return _Terms(spared, _MAX_EVICTED_BYTES if fits else 0)
+
+
+def _is_held(rows: Rows, block: Block) -> bool:
+    return rows.has(block.key) or _cover(rows, block.parent, block.tokens) is not None
+
+
+def _has_parent(ledger: Ledger, block: Block) -> bool:
+    if block.parent == block.root:
+        return True
+    parent = ledger.record(block.parent)
+    return parent is not None and parent.root == block.root
+
+
+def _evict(ledger: Ledger, limit: int, terms: _Terms, done: _Done) -> bool:
+    """Evict the least recently used leaves until ``limit`` live bytes; whether that was reached."""
+    while ledger.live_bytes() > limit:
+        if done.evicted_bytes >= terms.evictable_bytes:
+            return False
+        victim = ledger.oldest_leaf(terms.spared)
+        if victim is None:
+            return False
+        done.evicted_bytes += ledger.cost_bytes(ledger.remove(victim).blob_bytes)
+        done.counts["evictions"] += 1
+    return True
+
+
+def _supersede(ledger: Ledger, block: Block) -> int:
+    """Delete the tail that ``block`` covers, if there is one; how many were deleted.
+
+    There is at most one, and it is the neighbour before. Whatever is ordered between a tail and
+    what continues it begins with that tail too, so it would have superseded the tail when it
+    was stored, or kept it out.
+    """
+    covered = [
+        node.key
+        for node in ledger.neighbours(block.parent, block.tokens)
+        if block.tokens.startswith(node.record.tokens) and not ledger.use(node.key).children
+    ]
+    for key in covered:
+        ledger.remove(key)
+    return len(covered)

@@ -1,0 +1,209 @@
+"""Whether a cold directory can be opened without dying of it, found out before it is opened.
+
+LMDB maps its file: a truncated one is SIGBUS at the first access beyond its end, a zeroed page
+SIGABRT, and neither can be caught. So the header is read as plain bytes, and the pages are
+walked in a process of their own that may die.
+
+This file is also that process's program. It runs by path and imports nothing of the package,
+whose top level brings in mlx.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+DATA_NAME = "data.mdb"
+LOCK_NAME = "lock.mdb"
+QUARANTINE_PREFIX = "quarantine-"
+
+# Long enough to walk the rows of a million blocks; a slower walk says nothing about the file.
+WALK_TIMEOUT_S = 30.0
+
+# mdb.c, 64 bit: a page header of 16 bytes, then MDB_meta in the machine's own byte order: magic,
+# version, address, map size, two MDB_db of 48 bytes (the first begins with the page size), last
+# page, transaction number.
+_META = struct.Struct("=16xIIQQI44x48xQQ")
+_MAGIC = 0xBEEFC0DE
+_VERSION = 1
+_PAGE_SIZES = (1 << 9, 1 << 16)
+_FOUND = 3
+_BLOB = b"blob"
+_INDEX = b"index"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The newest meta page of a data file: sizes in bytes, ``last_page`` counted from 0."""
+
+    page_bytes: int
+    map_bytes: int
+    last_page: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the file if all its pages are there."""
+        return (self.last_page + 1) * self.page_bytes
+
+
+def read_header(data: Path) -> Header | None:
+    """The header of an LMDB 0.9 file, None if ``data`` is none. OSError if it can't be read."""
+    with data.open("rb") as file:
+        first = _meta(file.read(_META.size))
+        if first is None:
+            return None
+        file.seek(first[0].page_bytes)
+        second = _meta(file.read(_META.size))
+    metas = [first] if second is None else [first, second]
+    return max(metas, key=lambda meta: meta[1])[0]
+
+
+def _meta(data: bytes) -> tuple[Header, int] | None:
+    if len(data) < _META.size:
+        return None
+    magic, version, _address, map_bytes, page_bytes, last_page, txn = _META.unpack(data)
+    sized = _PAGE_SIZES[0] <= page_bytes <= _PAGE_SIZES[1] and not page_bytes & (page_bytes - 1)
+    if magic != _MAGIC or version != _VERSION or not sized:
+        return None
+    return Header(page_bytes, map_bytes, last_page), txn
+
+
+def in_use(directory: Path) -> bool:
+    """Whether another process has the environment in ``directory`` open.
+
+    LMDB keeps a shared lock on the first byte of lock.mdb for as long. Not to be asked while
+    this process has it open: closing the descriptor would drop that lock.
+    """
+    try:
+        fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
+    except (BlockingIOError, PermissionError):
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def finding(directory: Path, timeout_s: float = WALK_TIMEOUT_S) -> str | None:
+    """What is wrong with the data file of ``directory``, None if nothing was found.
+
+    Keep writers out meanwhile. Costs one start of the interpreter and a read of all rows but
+    the blobs; a walk that takes longer than ``timeout_s`` finds nothing.
+    """
+    data = directory / DATA_NAME
+    if not data.exists() or not data.stat().st_size:
+        return None
+    header = read_header(data)
+    if header is None:
+        return "it has no LMDB header"
+    if header.n_bytes > max(header.map_bytes, data.stat().st_size):
+        return "its header counts more pages than its map has"
+    if data.stat().st_size >= header.n_bytes:
+        return _walk_apart(directory, "rows", timeout_s)
+    # LMDB does not write a page that was allocated and freed in one transaction, so a few may
+    # be missing at the end. Whether a used one is, only reading every value tells.
+    found = _walk_apart(directory, "values", timeout_s)
+    if found is None:
+        os.truncate(data, header.n_bytes)
+    return found
+
+
+def quarantine(directory: Path) -> Path:
+    """Move the environment in ``directory`` aside and return where to.
+
+    What an earlier call moved there is deleted: one copy is enough to look at, and without end
+    they would fill the disk. Nobody may be writing.
+    """
+    for old in directory.glob(QUARANTINE_PREFIX + "*"):
+        for name in (DATA_NAME, LOCK_NAME):
+            (old / name).unlink(missing_ok=True)
+        old.rmdir()
+    aside = directory / f"{QUARANTINE_PREFIX}{time.time_ns()}"
+    aside.mkdir(mode=0o700)
+    for name in (DATA_NAME, LOCK_NAME):
+        if (directory / name).exists():
+            (directory / name).rename(aside / name)
+    return aside
+
+
+def _walk_apart(directory: Path, what: str, timeout_s: float) -> str | None:
+    # -P: the folder of this file holds modules, but none that the walk should import.
+    command = [sys.executable, "-P", __file__, str(directory), what]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode == _FOUND:
+        return done.stdout.strip()
+    if -done.returncode in (signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV):
+        return f"reading it ends in {signal.Signals(-done.returncode).name}"
+    return None
+
+
+def _walk_rows(txn: lmdb.Transaction, name: bytes, db: lmdb._Database) -> None:
+    cursor = txn.cursor(db)
+    if name == _BLOB:
+        for _ in cursor.iternext(keys=True, values=False):
+            pass
+        return
+    for _key, value in cursor:
+        # The first four bytes of an index record are the CRC-32 of the others.
+        if name == _INDEX and value[:4] != zlib.crc32(value[4:]).to_bytes(4, "little"):
+            raise lmdb.CorruptedError("index record fails its CRC")
+
+
+def _walk_values(txn: lmdb.Transaction, name: bytes, db: lmdb._Database) -> None:
+    """Rows, and the last byte of every value: the page that a cut file lacks first."""
+    _walk_rows(txn, name, db)
+    for _key, value in txn.cursor(db):
+        if value:
+            value[-1]
+
+
+_WALKS: dict[str, Callable[[lmdb.Transaction, bytes, lmdb._Database], None]] = {
+    "rows": _walk_rows,
+    "values": _walk_values,
+}
+
+
+def _walk(directory: str, what: str) -> None:
+    # Without readahead, which would read the blobs between the rows; without lock, because
+    # the caller keeps writers out and this process may die at any point.
+    env = lmdb.open(directory, readonly=True, create=False, lock=False, readahead=False, max_dbs=16)
+    with env.begin() as txn:
+        names = [bytes(name) for name, _ in txn.cursor()]
+    for name in names:
+        db = env.open_db(name, create=False)
+        with env.begin() as txn:
+            _WALKS[what](txn, name, db)
+
+
+def main(arguments: list[str]) -> int:
+    """Walk the environment at the path given; print what is wrong and return 3, or return 0."""
+    directory, what = arguments
+    try:
+        _walk(directory, what)
+    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError) as error:
+        print(error)
+        return _FOUND
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,390 @@
+"""All rows of the cold tier as one transaction sees and changes them.
+
+A block is one row each in ``index`` (immutable), ``use`` (small, rewritten on every touch),
+``order`` (leaves only), its rows in ``child`` and its pieces in ``blob``; its namespace counts
+it. Every method that changes rows leaves all of them consistent, so that whatever part of a
+transaction's work was done before its commit is a valid store.
+
+Nothing here knows how a transaction begins or ends, or LMDB beyond its transaction objects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tieredkv.core import BlockKey, CorruptBlob
+from tieredkv.tiers.records import (
+    LAST_USE_BYTES,
+    PIECE_BYTES,
+    SEGMENT_BYTES,
+    Record,
+    Totals,
+    Use,
+    child_group,
+    child_rows,
+    order_key,
+    pack_namespace,
+    pack_number,
+    piece_key,
+    segments,
+    unpack_namespace,
+    unpack_number,
+)
+
+DATABASES = ("meta", "namespace", "index", "use", "order", "child", "blob")
+
+FORMAT = b"format"
+PIECE = b"piece"
+CAP = b"cap"
+CLOCK = b"clock"
+FREED = b"freed"
+
+# A value in pages of its own starts behind a header of this size.
+_PAGE_HEADER_BYTES = 16
+# Rows of a block other than its pieces, and what they make the trees grow by: rounded up.
+_ROW_PAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Databases:
+    """LMDB's handles of the named databases."""
+
+    meta: Any
+    namespace: Any
+    index: Any
+    use: Any
+    order: Any
+    child: Any
+    blob: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A block found by its tokens."""
+
+    key: BlockKey
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a namespace's row says of it: its base key and its description as JSON."""
+
+    base: bytes
+    description: bytes
+
+
+_UNKNOWN = Origin(bytes(32), b"{}")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRow:
+    """One row of ``namespace``."""
+
+    root: BlockKey
+    totals: Totals
+    origin: Origin
+
+
+class Rows:
+    """What a transaction sees. Valid until the transaction ends, on the thread that began it."""
+
+    def __init__(self, txn: Any, dbs: Databases) -> None:
+        self._txn = txn
+        self._dbs = dbs
+        self._index = txn.cursor(dbs.index)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks in the store."""
+        return int(self._txn.stat(self._dbs.index)["entries"])
+
+    @property
+    def page_bytes(self) -> int:
+        """LMDB's page size."""
+        return int(self._txn.stat(self._dbs.meta)["psize"])
+
+    def live_bytes(self) -> int:
+        """Bytes of all pages in use, counted exactly as of this transaction. Microseconds."""
+        dbs = self._dbs
+        stats = map(
+            self._txn.stat,
+            (None, dbs.meta, dbs.namespace, dbs.index, dbs.use, dbs.order, dbs.child, dbs.blob),
+        )
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return int(pages) * self.page_bytes
+
+    def cost_bytes(self, blob_bytes: int) -> int:
+        """What a block of ``blob_bytes`` encoded bytes adds to ``live_bytes``, at most."""
+        page = self.page_bytes
+        whole, rest = divmod(blob_bytes, PIECE_BYTES)
+        pages = whole * -(-(PIECE_BYTES + _PAGE_HEADER_BYTES) // page)
+        pages += -(-(rest + _PAGE_HEADER_BYTES) // page)
+        return (pages + _ROW_PAGES) * page
+
+    def number(self, name: bytes) -> int | None:
+        """A value of ``meta``."""
+        data = self._txn.get(name, db=self._dbs.meta)
+        return None if data is None else unpack_number(data)
+
+    def has(self, key: bytes) -> bool:
+        """Whether the block is here. Reads no value."""
+        return bool(self._index.set_key(key))
+
+    def record(self, key: bytes) -> Record | None:
+        """The block's index record. Raises CorruptBlob if it is damaged."""
+        data = self._txn.get(key, db=self._dbs.index)
+        return None if data is None else Record.unpack(bytes(data))
+
+    def use(self, key: bytes) -> Use:
+        """The block's use record. Raises CorruptBlob if it is damaged or missing."""
+        data = self._txn.get(key, db=self._dbs.use)
+        if data is None:
+            raise CorruptBlob("block without a use record")
+        return Use.unpack(data)
+
+    def records(self) -> Iterator[tuple[BlockKey, bytes]]:
+        """Every key and packed record of ``index``."""
+        for key, data in self._txn.cursor(self._dbs.index):
+            yield BlockKey(bytes(key)), bytes(data)
+
+    def rows(self, database: str) -> Iterator[tuple[bytes, bytes]]:
+        """Every key and value of one database, in order."""
+        for key, data in self._txn.cursor(getattr(self._dbs, database)):
+            yield bytes(key), bytes(data)
+
+    def piece_sizes(self) -> Iterator[tuple[bytes, int]]:
+        """Every key of ``blob`` and the size of its value. In a transaction with buffers."""
+        for key, data in self._txn.cursor(self._dbs.blob):
+            yield bytes(key), len(data)
+
+    def blob(self, key: bytes, record: Record) -> bytes | None:
+        """The encoded block, copied; None if its pieces are not those that the record counts.
+
+        Allocates what is stored, never what a record claims.
+        """
+        cursor = self._txn.cursor(self._dbs.blob)
+        pieces: list[Any] = []
+        found = cursor.set_key(piece_key(key, 0))
+        while found and len(pieces) < record.n_pieces:
+            if bytes(cursor.key()) != piece_key(key, len(pieces)):
+                return None
+            pieces.append(cursor.value())
+            found = cursor.next()
+        if sum(map(len, pieces)) != record.blob_bytes:
+            return None
+        return b"".join(pieces)
+
+    def neighbours(self, parent: bytes, tokens: bytes) -> list[Node]:
+        """Children of ``parent`` beside the place of ``tokens`` among them, at most two.
+
+        The child that shares the longest run of leading tokens is one of them: see
+        ``keys.ordered``. Each level costs one search in the tree and one step back, however
+        many siblings share however much.
+        """
+        cursor = self._txn.cursor(self._dbs.child)
+        beside: list[Node] = []
+        for level, before, segment in segments(tokens):
+            group = child_group(parent, level, before)
+            found = cursor.set_range(group + segment)
+            if not found or not _has_segment(cursor.key(), group, segment):
+                beside = self._beside(cursor, found, group)
+                break
+            # Children that have all of this segment share more than any beside them.
+        return beside
+
+    def first_child(self, parent: bytes) -> BlockKey | None:
+        """Any child of ``parent``."""
+        group = child_group(parent, 0, b"")
+        cursor = self._txn.cursor(self._dbs.child)
+        if cursor.set_range(group) and bytes(cursor.key()).startswith(group):
+            return BlockKey(bytes(cursor.value()))
+        return None
+
+    def namespaces(self) -> Iterator[NamespaceRow]:
+        """Every namespace that has a block."""
+        for root, data in self.rows("namespace"):
+            totals, base, description = unpack_namespace(data)
+            yield NamespaceRow(BlockKey(root), totals, Origin(base, description))
+
+    def _beside(self, cursor: Any, found: bool, group: bytes) -> list[Node]:
+        keys: list[bytes] = []
+        if found and bytes(cursor.key()).startswith(group):
+            keys.append(bytes(cursor.value()))
+        stepped = cursor.prev() if found else cursor.last()
+        if stepped and bytes(cursor.key()).startswith(group):
+            keys.append(bytes(cursor.value()))
+        return [Node(BlockKey(key), self._child(key)) for key in keys]
+
+    def _child(self, key: bytes) -> Record:
+        record = self.record(key)
+        if record is None:
+            raise CorruptBlob("child row without a block")
+        return record
+
+
+class Ledger(Rows):
+    """What a write transaction does. ``finish`` must be called before the commit.
+
+    Recency: a touch records the block alone, not its ancestors, which would be a write for
+    every block of a chain. Nothing is lost by that: only leaves are ever compared, and whenever
+    a block goes its parent takes over its last use if that is later. So when an ancestor becomes
+    a leaf, its last use is the latest of its own and all its descendants', exactly as if every
+    touch had touched all ancestors.
+
+    Room in the file: pages freed by this transaction or the one before can't be used yet, for
+    LMDB still needs them to go back to the state before. `file_bytes_after` therefore knows what the last
+    transaction freed, whichever process made it.
+    """
+
+    def __init__(self, txn: Any, dbs: Databases, file_bytes: int) -> None:
+        """``file_bytes`` is the size of the data file as of the last commit."""
+        super().__init__(txn, dbs)
+        self._clock = self.number(CLOCK) or 0
+        self._file_bytes = file_bytes
+        self._reusable = file_bytes - self.live_bytes() - (self.number(FREED) or 0)
+        self._freed = 0
+        self._added = 0
+
+    def set_number(self, name: bytes, value: int) -> None:
+        """Write a value of ``meta``."""
+        self._txn.put(name, pack_number(value), db=self._dbs.meta)
+
+    def finish(self) -> None:
+        """Write what was gathered in memory."""
+        self.set_number(CLOCK, self._clock)
+        self.set_number(FREED, self._freed)
+
+    def file_bytes_after(self, cost: int, lost: int) -> int:
+        """Size of the file if ``cost`` bytes more are added and the transaction then committed.
+
+        ``lost`` is how many of the free bytes are too scattered to be used.
+        """
+        usable = max(0, self._reusable - lost)
+        return self._file_bytes + max(0, self._added + cost - usable)
+
+    def add(self, key: bytes, record: Record, blob: bytes, origin: Origin | None) -> None:
+        """Insert a block that isn't here and whose parent is.
+
+        ``origin`` describes its namespace; None leaves the description that is there.
+        """
+        self._added += self.cost_bytes(len(blob))
+        view = memoryview(blob)
+        for number in range(record.n_pieces):
+            start = number * PIECE_BYTES
+            piece = view[start : start + PIECE_BYTES]
+            self._txn.put(piece_key(key, number), piece, db=self._dbs.blob)
+        self._txn.put(key, record.pack(), db=self._dbs.index)
+        self._put_use(key, None, Use(self._tick()))
+        for row in child_rows(record.parent, key, record.tokens):
+            self._txn.put(row, key, db=self._dbs.child)
+        if record.parent != record.root:
+            parent = self.use(record.parent)
+            self._put_use(record.parent, parent, replace(parent, children=parent.children + 1))
+        self._count_in(record, origin)
+
+    def touch(self, key: bytes) -> None:
+        """Record a use; nothing if the block isn't here."""
+        if not self.has(key):
+            return
+        use = self.use(key)
+        self._put_use(key, use, replace(use, last=self._tick(), hits=use.hits + 1))
+
+    def remove(self, key: bytes) -> Record:
+        """Delete a leaf that is here, and return its record."""
+        record = self.record(key)
+        use = self.use(key)
+        if record is None or use.children:
+            raise CorruptBlob("block to remove is absent or no leaf")
+        for number in range(record.n_pieces):
+            self._txn.delete(piece_key(key, number), db=self._dbs.blob)
+        self._txn.delete(key, db=self._dbs.index)
+        self._txn.delete(key, db=self._dbs.use)
+        self._txn.delete(order_key(use.last, key), db=self._dbs.order)
+        for row in child_rows(record.parent, key, record.tokens):
+            self._txn.delete(row, db=self._dbs.child)
+        if record.parent != record.root:
+            self._orphaned_by(record.parent, use.last)
+        self._count_out(record)
+        self._freed += self.cost_bytes(record.blob_bytes)
+        return record
+
+    def remove_subtree(self, key: bytes, limit: int) -> int:
+        """Delete up to ``limit`` blocks among ``key`` and its descendants, leaves first.
+
+        Returns how many; ``key`` itself is the last to go.
+        """
+        path = [key]
+        removed = 0
+        while path and removed < limit and self.has(key):
+            child = self.first_child(path[-1])
+            if child is not None:
+                path.append(child)
+                continue
+            self.remove(path.pop())
+            removed += 1
+        return removed
+
+    def oldest_leaf(self, spared: Container[bytes]) -> BlockKey | None:
+        """The least recently used leaf that isn't among ``spared``."""
+        for row in self._txn.cursor(self._dbs.order).iternext(keys=True, values=False):
+            key = row[LAST_USE_BYTES:]
+            if key not in spared:
+                return BlockKey(key)
+        return None
+
+    def _tick(self) -> int:
+        # Wall time where that advances, so that ages can be read off; never twice the same,
+        # and never back, whatever the wall clock does.
+        self._clock = max(time.time_ns(), self._clock + 1)
+        return self._clock
+
+    def _put_use(self, key: bytes, old: Use | None, new: Use) -> None:
+        """Write a use record and keep ``order`` to it: leaves only, at their last use."""
+        listed = order_key(old.last, key) if old and not old.children else None
+        wanted = None if new.children else order_key(new.last, key)
+        if listed != wanted:
+            if listed:
+                self._txn.delete(listed, db=self._dbs.order)
+            if wanted:
+                self._txn.put(wanted, b"", db=self._dbs.order)
+        self._txn.put(key, new.pack(), db=self._dbs.use)
+
+    def _orphaned_by(self, parent: bytes, last: int) -> None:
+        use = self.use(parent)
+        if not use.children:
+            raise CorruptBlob("parent that counts no children")
+        left = replace(use, last=max(use.last, last), children=use.children - 1)
+        self._put_use(parent, use, left)
+
+    def _count_in(self, record: Record, origin: Origin | None) -> None:
+        totals, known = Totals(), _UNKNOWN
+        data = self._txn.get(record.root, db=self._dbs.namespace)
+        if data is not None:
+            totals, base, description = unpack_namespace(data)
+            known = Origin(base, description)
+        known = origin or known
+        row = pack_namespace(totals.plus(record), known.base, known.description)
+        self._txn.put(record.root, row, db=self._dbs.namespace)
+
+    def _count_out(self, record: Record) -> None:
+        data = self._txn.get(record.root, db=self._dbs.namespace)
+        if data is None:
+            raise CorruptBlob("block of a namespace that has no row")
+        totals, base, description = unpack_namespace(data)
+        left = totals.minus(record)
+        if not left.blocks:
+            self._txn.delete(record.root, db=self._dbs.namespace)
+            return
+        self._txn.put(record.root, pack_namespace(left, base, description), db=self._dbs.namespace)
+
+
+def _has_segment(row: Any, group: bytes, segment: bytes) -> bool:
+    """Whether a row of ``group`` goes on beyond this segment, as only full ones do.
+
+    A stored segment is never longer than a full one, so a row that starts with it has just it.
+    """
+    return len(segment) == SEGMENT_BYTES and bytes(row).startswith(group + segment)

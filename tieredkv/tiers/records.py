@@ -1,0 +1,245 @@
+"""Keys and values of the cold tier's databases as bytes. ``docs/format.md`` pins every one.
+
+Integers are little-endian, except inside keys, where big-endian makes byte order their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tieredkv.core import FORMAT_VERSION, Block, BlockKey, CorruptBlob, Namespace
+from tieredkv.keys import KEY_BYTES, block_key, ordered
+
+# An LMDB value takes its size and a 16-byte header in whole pages: this fills 16 pages of
+# 4 KiB and 4 of 16 KiB. A multiple of 64 KiB would waste most of one more page.
+PIECE_BYTES = 65536 - 24
+MAX_PIECES = 1 << 16
+MAX_RAW_BYTES = 1 << 32
+MAX_TOKENS = 4096
+SEGMENT_BYTES = 400
+LAST_USE_BYTES = 8
+
+_RECORD = struct.Struct("<II32s32s16sIIQQQ")
+_CRC = struct.Struct("<I")
+_USE = struct.Struct("<QII")
+_NAMESPACE = struct.Struct("<QQQ32s")
+_NUMBER = struct.Struct("<Q")
+_MAX_COUNT = (1 << 32) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What ``index`` holds of a block; written once. Sizes in bytes, ``created`` in Unix ns."""
+
+    root: BlockKey
+    parent: BlockKey
+    tokens: bytes
+    raw_bytes: int
+    blob_bytes: int
+    checksum: bytes
+    created: int
+
+    @property
+    def n_pieces(self) -> int:
+        """Values that the blob is cut into."""
+        return -(-self.blob_bytes // PIECE_BYTES)
+
+    def pack(self) -> bytes:
+        """120 bytes and the token ids; the CRC-32 in front covers all that follows it."""
+        body = _RECORD.pack(
+            0,
+            FORMAT_VERSION,
+            self.root,
+            self.parent,
+            self.checksum,
+            len(self.tokens) // 8,
+            self.n_pieces,
+            self.raw_bytes,
+            self.blob_bytes,
+            self.created,
+        )
+        rest = body[_CRC.size :] + self.tokens
+        return _CRC.pack(zlib.crc32(rest)) + rest
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record:
+        """The record that ``pack`` made.
+
+        Raises:
+            CorruptBlob: it isn't one, or a size in it is out of bounds.
+        """
+        if len(data) < _RECORD.size:
+            raise CorruptBlob("index record is too short")
+        crc, version, root, parent, checksum, n_tokens, n_pieces, raw, blob, created = (
+            _RECORD.unpack_from(data)
+        )
+        tokens = data[_RECORD.size :]
+        if crc != zlib.crc32(memoryview(data)[_CRC.size :]) or version != FORMAT_VERSION:
+            raise CorruptBlob("index record fails its CRC or has another version")
+        record = cls(BlockKey(root), BlockKey(parent), tokens, raw, blob, checksum, created)
+        sound = (
+            len(tokens) == n_tokens * 8
+            and 0 < n_tokens <= MAX_TOKENS
+            and n_pieces == record.n_pieces
+            and 0 < n_pieces <= MAX_PIECES
+            and raw <= MAX_RAW_BYTES
+        )
+        if not sound:
+            raise CorruptBlob("index record has a size out of bounds")
+        return record
+
+    def names(self, key: bytes) -> bool:
+        """Whether ``key`` is the content address of this parent and these tokens."""
+        return block_key(self.parent, self.tokens) == key
+
+
+def record_of(block: Block, blob_bytes: int, checksum: bytes, created: int) -> Record:
+    """The record of ``block`` once encoded."""
+    return Record(
+        block.root, block.parent, block.tokens, block.n_bytes, blob_bytes, checksum, created
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """What ``use`` holds of a block: last use on the store's clock, children, times touched."""
+
+    last: int
+    children: int = 0
+    hits: int = 0
+
+    def pack(self) -> bytes:
+        """16 bytes."""
+        return _USE.pack(self.last, self.children, min(self.hits, _MAX_COUNT))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Use:
+        """The value that ``pack`` made; CorruptBlob if it isn't one."""
+        if len(data) != _USE.size:
+            raise CorruptBlob("use record has another size")
+        return cls(*_USE.unpack(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What a namespace holds: blocks, their raw bytes and their encoded bytes."""
+
+    blocks: int = 0
+    raw_bytes: int = 0
+    blob_bytes: int = 0
+
+    def plus(self, record: Record) -> Totals:
+        """With one block more."""
+        return Totals(
+            self.blocks + 1,
+            self.raw_bytes + record.raw_bytes,
+            self.blob_bytes + record.blob_bytes,
+        )
+
+    def minus(self, record: Record) -> Totals:
+        """With one block less; never below zero."""
+        return Totals(
+            max(0, self.blocks - 1),
+            max(0, self.raw_bytes - record.raw_bytes),
+            max(0, self.blob_bytes - record.blob_bytes),
+        )
+
+
+def pack_namespace(totals: Totals, base: bytes, description: bytes) -> bytes:
+    """56 bytes of counters and base key, then the description as JSON."""
+    return _NAMESPACE.pack(totals.blocks, totals.raw_bytes, totals.blob_bytes, base) + description
+
+
+def unpack_namespace(data: bytes) -> tuple[Totals, bytes, bytes]:
+    """Counters, base key and JSON of a namespace row; CorruptBlob if it isn't one."""
+    if len(data) < _NAMESPACE.size:
+        raise CorruptBlob("namespace row is too short")
+    blocks, raw_bytes, blob_bytes, base = _NAMESPACE.unpack_from(data)
+    return Totals(blocks, raw_bytes, blob_bytes), base, data[_NAMESPACE.size :]
+
+
+def describe(namespace: Namespace) -> bytes:
+    """The namespace as JSON with sorted keys: all but the salt, of which only that there is one."""
+    fields = {
+        "model": namespace.model,
+        "adapter": namespace.adapter,
+        "draft": namespace.draft,
+        "host": namespace.host,
+        "shard": namespace.shard,
+        "salted": bool(namespace.salt),
+        "block_tokens": namespace.block_tokens,
+        "layout": namespace.layout,
+    }
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def described(description: bytes) -> dict[str, object]:
+    """The fields of ``describe``; CorruptBlob if they aren't."""
+    try:
+        fields = json.loads(description or b"{}")
+    except ValueError as error:
+        raise CorruptBlob("namespace description is not JSON") from error
+    if not isinstance(fields, dict):
+        raise CorruptBlob("namespace description is not an object")
+    return fields
+
+
+def pack_number(value: int) -> bytes:
+    """A value of ``meta``: 8 bytes."""
+    return _NUMBER.pack(value)
+
+
+def unpack_number(data: bytes) -> int:
+    """The value that ``pack_number`` made; CorruptBlob if it isn't one."""
+    if len(data) != _NUMBER.size:
+        raise CorruptBlob("meta value has another size")
+    return int(_NUMBER.unpack(data)[0])
+
+
+def piece_key(key: bytes, number: int) -> bytes:
+    """Key of one piece in ``blob``."""
+    return key + number.to_bytes(2, "big")
+
+
+def order_key(last: int, key: bytes) -> bytes:
+    """Key of a leaf in ``order``: least recently used first, then by block key."""
+    return last.to_bytes(LAST_USE_BYTES, "big") + key
+
+
+def child_group(parent: bytes, level: int, before: bytes) -> bytes:
+    """What all ``child`` keys of ``parent`` start with that share the bytes ``before`` a level.
+
+    A collision of this digest only puts strangers side by side: whoever searches compares the
+    token ids of what was found.
+    """
+    digest = hashlib.blake2b(before, digest_size=8).digest() if level else bytes(8)
+    return parent + bytes((level,)) + digest
+
+
+def segments(tokens: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """Level, bytes before it and segment of ``ordered(tokens)``; the last segment is short.
+
+    An ordered token is at most 16 bytes, so 4096 of them make at most 164 levels.
+    """
+    encoded = ordered(tokens)
+    for level in range(len(encoded) // SEGMENT_BYTES + 1):
+        start = level * SEGMENT_BYTES
+        yield level, encoded[:start], encoded[start : start + SEGMENT_BYTES]
+
+
+def child_rows(parent: bytes, key: bytes, tokens: bytes) -> list[bytes]:
+    """Keys of a block in ``child``, one a level, each at most 450 bytes (LMDB allows 511)."""
+    return [
+        child_group(parent, level, before) + segment + b"\0" + key[:8]
+        for level, before, segment in segments(tokens)
+    ]
+
+
+def is_key(data: bytes) -> bool:
+    """Whether ``data`` has the size of a block key or a root."""
+    return len(data) == KEY_BYTES
