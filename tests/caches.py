@@ -9,7 +9,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from tieredkv import keys
-from tieredkv.core import Block, BlockKey, Chain, Namespace, TensorSpec
+from tieredkv.core import Block, Chain, Namespace, TensorSpec
 
 LAYERS, HEADS, WIDTH = 2, 2, 4
 MODEL = ("model", None, None)
@@ -80,6 +80,13 @@ def data(block: Block) -> bytes:
     return b"".join(bytes(memoryview(t)) for t in block.tensors)
 
 
-def key_of(block: Block) -> BlockKey:
-    """A block's key."""
-    return block.key
+def noise(c: Chain, width: int = 8192) -> list[Block]:
+    """The blocks of a chain with content that no codec makes smaller, ``width`` bytes a token."""
+    out = []
+    for i, key in enumerate(c.keys):
+        a, b = c.span(i)
+        rng = np.random.default_rng(int.from_bytes(key[:8], "little"))
+        tensor = rng.integers(0, 256, (1, 1, b - a, width), np.uint8)
+        spec = TensorSpec("uint8", tensor.shape)
+        out.append(Block(c.root, c.parent(i), key, c.tokens_of(i), (spec,), (tensor,)))
+    return out

@@ -42,8 +42,8 @@ class Log:
     def __init__(self) -> None:
         self.done: list[tuple[list[BlockKey], int]] = []
 
-    def __call__(self, blocks: Sequence[Block], n: int) -> None:
-        self.done.append(([b.key for b in blocks], n))
+    def __call__(self, keys: Sequence[BlockKey], n: int) -> None:
+        self.done.append((list(keys), n))
 
 
 @pytest.fixture

@@ -134,6 +134,14 @@ def probe(models: Sequence[Any]) -> Layout:
     return inspect(caches, 1)
 
 
+def _eval_exact(arrays: list[mx.array]) -> None:
+    """Evaluate into buffers of just the arrays' sizes. MLX would otherwise take free ones from
+    its pool that are up to twice as large, and the tier would hold more than it counts.
+    """
+    mx.clear_cache()
+    mx.eval(arrays)
+
+
 def _stack(leaves: list[mx.array]) -> mx.array:
     """Stack into memory of its own. Stacking one array alone is a view that would pin the batch."""
     if len(leaves) > 1:
@@ -147,20 +155,23 @@ def capture(
 ) -> list[tuple[mx.array, ...]]:
     """Copy token spans out of live caches: one tuple of block tensors per span.
 
-    Everything is evaluated by one synchronous eval when this returns, so that the caches may be
-    written to at once and another thread may read the tensors' bytes.
+    Everything is evaluated, synchronously, when this returns, so that the caches may be written
+    to at once and another thread may read the tensors' bytes.
 
     Raises:
         Refused: a value isn't finite.
     """
     leaves = [leaf for cache in caches for leaf in _leaves(cache)]
+    # What is inserted is lazy and may still have work of the batch before it.
+    mx.eval(leaves)
     tensors = [
         tuple(_stack([leaves[i][0, :, a:b] for i in rows]) for _, rows in layout.groups)
         for a, b in spans
     ]
     flat = [t for span in tensors for t in span]
+    _eval_exact(flat)
     finite = [mx.all(mx.isfinite(t)) for t in flat if mx.issubdtype(t.dtype, mx.floating)]
-    mx.eval(flat, finite)
+    mx.eval(finite)
     if not all(f.item() for f in finite):
         raise Refused("nonfinite", "the state holds values that are not finite")
     return tensors
@@ -176,6 +187,9 @@ def _as_array(tensor: Any, spec: TensorSpec) -> mx.array:
 
 def adopt(blocks: Sequence[Block]) -> list[Block]:
     """Blocks with their decoded tensors turned into evaluated mlx arrays of the true dtype."""
+    if all(isinstance(t, mx.array) for b in blocks for t in b.tensors):
+        return list(blocks)
+    mx.clear_cache()  # as in `_eval_exact`: arrays made from host memory are allocated at once
     adopted = [
         Block(
             b.root,

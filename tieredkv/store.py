@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from tieredkv import keys
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import (
     Block,
@@ -25,6 +24,7 @@ from tieredkv.core import (
     StoreStats,
     TierStats,
 )
+from tieredkv.keys import common_prefix
 from tieredkv.metrics import Counters
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier
@@ -143,10 +143,10 @@ class TieredStore:
         self.hot.release(b.key for b in blocks[taken:])
         self._lose("queue_full", len(blocks) - taken)
 
-    def _written(self, blocks: Sequence[Block], n: int) -> None:
-        self.hot.mark_stored(b.key for b in blocks[:n])
-        self.hot.release(b.key for b in blocks)
-        self._lose("cold_refused", len(blocks) - n)
+    def _written(self, keys: Sequence[BlockKey], n: int) -> None:
+        self.hot.mark_stored(keys[:n])
+        self.hot.release(keys)
+        self._lose("cold_refused", len(keys) - n)
 
     def _lose(self, why: str, n: int) -> None:
         if n and self.counters.add("dropped", n, why) == n:
@@ -214,7 +214,7 @@ def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
     for i, block in enumerate(blocks[: len(chain.keys)]):
         if block.parent != chain.parent(i):
             break
-        shared = keys.common_prefix(block.tokens, chain.tokens_of(i))
+        shared = common_prefix(block.tokens, chain.tokens_of(i))
         if not shared:
             break
         lengths.append(shared)

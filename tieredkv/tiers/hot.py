@@ -332,6 +332,9 @@ class HotTier:
                     self._forget(entry)
             self._rise(anchor, kind)
             entry = chain.keys[-1]
+            if entry in self._entries:
+                # Known from when another block covered it.
+                self._forget(entry)
             anchor.entries[entry] = len(chain.tokens)
             self._entries[entry] = (anchor.block.key, kind)
             return True

@@ -22,14 +22,15 @@ _BATCH_BYTES = 32 << 20
 # How long a recorded use may wait for company before it is written.
 _TOUCH_SECONDS = 1.0
 
-Done = Callable[[Sequence[Block], int], None]
+Done = Callable[[Sequence[BlockKey], int], None]
 
 
 class Writer:
     """Takes blocks to ``tier`` in the background.
 
-    ``done(blocks, n)`` is called on the writer thread when blocks leave the queue: the first
-    ``n`` of them are committed, the others were given up. `submit` and `touch` never wait.
+    ``done(keys, n)`` is called on the writer thread when blocks have left the queue and nothing
+    here refers to them any more: the first ``n`` are committed, the others were given up.
+    `submit` and `touch` never wait.
     """
 
     def __init__(self, tier: Tier, limit_bytes: int, done: Done) -> None:
@@ -149,14 +150,16 @@ class Writer:
             _LOG.exception("tieredkv: the writer lost %d blocks to a fault", len(batch))
             n = 0
         with self._changed:
-            rest = self._abandon(batch[-1]) if n < len(batch) else []
-            for block in (*batch, *rest):
-                self._pending.discard(block.key)
-                self._n_bytes -= block.n_bytes
-        self._done([*batch, *rest], n)
+            if n < len(batch):
+                batch += self._abandon(batch[-1])
+            keys = [block.key for block in batch]
+            self._pending.difference_update(keys)
+            self._n_bytes -= sum(block.n_bytes for block in batch)
+        batch.clear()
+        self._done(keys, n)
 
-    def _abandon(self, last: Block) -> list[Block]:
+    def _abandon(self, last: Block) -> deque[Block]:
         """Blocks queued behind one that could not be written: without it they can't be either."""
         if not self._jobs or self._jobs[0][0].parent != last.key:
-            return []
-        return list(self._jobs.popleft())
+            return deque()
+        return self._jobs.popleft()
