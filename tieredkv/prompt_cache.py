@@ -185,7 +185,10 @@ class TieredPromptCache:
         """Wait until the queue is empty. True when all that was inserted since the last flush
         is committed, so False also if something had to be dropped.
         """
-        return self._store.flush(timeout)
+        done = self._store.flush(timeout)
+        with self._lock:
+            self._store.hot.reap()
+        return done
 
     def close(self) -> None:
         """Write what is queued, for at most ten seconds, and release everything. Idempotent."""

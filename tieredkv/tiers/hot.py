@@ -63,7 +63,7 @@ class HotTier:
 
     def __init__(self, cap_bytes: int) -> None:
         self._cap = cap_bytes
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._nodes: dict[BlockKey, _Node] = {}
         self._siblings: dict[BlockKey, list[tuple[bytes, BlockKey]]] = {}
         # Leaves by type as heaps of (last use, key); stale items are dropped when they surface.
@@ -74,7 +74,6 @@ class HotTier:
         self._entries: dict[BlockKey, tuple[BlockKey, str]] = {}
         self._clock = 0
         self._n_bytes = 0
-        self._target = cap_bytes
         self._held_bytes = 0
         self._evictions = 0
         self._demotes = 0
@@ -163,10 +162,10 @@ class HotTier:
         first, may be put now. Never evicts a block of the chain itself.
         """
         with self._lock:
-            self._target = self._cap
             return self._make_room(set(chain.keys), sizes)
 
     def _make_room(self, own: set[BlockKey], sizes: Sequence[int]) -> int:
+        self._reap()
         free = self._cap - self._n_bytes
         spared = sum(
             node.n_bytes
@@ -183,7 +182,6 @@ class HotTier:
     def put(self, blocks: Sequence[Block], kind: str = "assistant") -> int:
         """See `core.Tier.put`. Decoded tensors are turned into mlx arrays once room is made."""
         with self._lock:
-            self._target = self._cap
             new = [b for b in blocks if b.key not in self._nodes]
             own = {key for b in blocks for key in (b.key, b.parent)}
             n = self._make_room(own, [held_bytes(b) for b in new])
@@ -289,24 +287,30 @@ class HotTier:
             return held
 
     def release(self, keys: Iterable[BlockKey]) -> None:
-        """Undo one `hold`. Room that a `trim_to` could not get meanwhile is given back now."""
+        """Undo one `hold`. Frees nothing itself, since the writer calls it: memory that came back
+        between two allocations of the generation thread would be handed out again in buffers
+        larger than what is counted. `reap` frees it.
+        """
         with self._lock:
             for key in keys:
-                self._release(key)
-            self._shrink(self._target)
+                node = self._replaced.get(key) or self._nodes.get(key)
+                if node is None:
+                    continue
+                node.holds -= 1
+                if node.holds:
+                    continue
+                self._held_bytes -= node.n_bytes
+                if key in self._nodes and not node.children:
+                    self._offer(node)
 
-    def _release(self, key: BlockKey) -> None:
-        node = self._replaced.get(key) or self._nodes.get(key)
-        if node is None:
-            return
-        node.holds -= 1
-        if node.holds:
-            return
-        self._held_bytes -= node.n_bytes
-        if self._replaced.pop(key, None) is not None:
-            self._n_bytes -= node.n_bytes
-        elif not node.children:
-            self._offer(node)
+    def reap(self) -> None:
+        """Free the replaced blocks that were released. Everything that frees does it first."""
+        with self._lock:
+            self._reap()
+
+    def _reap(self) -> None:
+        for key in [key for key, node in self._replaced.items() if not node.holds]:
+            self._n_bytes -= self._replaced.pop(key).n_bytes
 
     def mark_stored(self, keys: Iterable[BlockKey]) -> None:
         """Note that the cold tier has these blocks: when they leave, they are demoted."""
@@ -383,14 +387,11 @@ class HotTier:
     # ---- leaving
 
     def trim_to(self, n_bytes: int) -> None:
-        """See `core.Tier.trim_to`. What is held leaves as soon as it is released."""
+        """See `core.Tier.trim_to`. What is held stays: it is still being read."""
         with self._lock:
-            self._target = max(0, min(n_bytes, self._cap))
-            self._shrink(self._target)
-
-    def _shrink(self, n_bytes: int) -> None:
-        while self._n_bytes > n_bytes and self._evict_one(frozenset()):
-            pass
+            self._reap()
+            while self._n_bytes > n_bytes and self._evict_one(frozenset()):
+                pass
 
     def _evict_one(self, spared: set[BlockKey] | frozenset[BlockKey]) -> bool:
         for kind in policy.victim_order(self._n_leaves):
@@ -461,7 +462,7 @@ class HotTier:
             self._entries.clear()
             self._leaves = {k: [] for k in CACHE_TYPES}
             self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
-            self._n_bytes = self._held_bytes = self._cap = self._target = 0
+            self._n_bytes = self._held_bytes = self._cap = 0
 
     # ---- checking
 
