@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -371,6 +373,38 @@ def test_salts_do_not_share(tmp_path: Path) -> None:
         assert hit(cache, list(range(9))) == 0
     with TieredPromptCache(tmp_path, block_tokens=4, salt=b"a") as cache:
         assert hit(cache, list(range(9))) == 8
+
+
+def test_two_caches_on_one_directory_share_what_is_committed(tmp_path: Path) -> None:
+    """Several servers on one machine should compute a prompt once."""
+    with (
+        TieredPromptCache(tmp_path, block_tokens=4) as one,
+        TieredPromptCache(tmp_path, block_tokens=4) as two,
+    ):
+        insert(one, list(range(9)))
+        assert one.flush(10)
+        assert hit(two, list(range(9))) == 8
+        assert two.stats().hit_tokens_cold == 8
+        one.close()
+        insert(two, list(range(50, 59)))
+        assert two.flush(10)
+        assert hit(two, list(range(50, 59))) == 8
+
+
+def test_another_process_finds_what_this_one_inserted(tmp_path: Path) -> None:
+    """Keys, layout and bytes must mean the same in a process that starts from nothing."""
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "import caches; from tieredkv import TieredPromptCache\n"
+        "with TieredPromptCache(sys.argv[1], block_tokens=4) as c:\n"
+        "    found, rest = c.fetch_nearest_cache(caches.MODEL, list(range(9)))\n"
+        "assert rest == [8] and caches.holds(found, list(range(8)))\n"
+    )
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        insert(cache, list(range(9)))
+        assert cache.flush(10)
+        here = str(Path(__file__).parent)
+        subprocess.run([sys.executable, "-c", program, str(tmp_path), here], check=True)
 
 
 def test_a_directory_that_can_not_be_used_leaves_the_memory_tier(

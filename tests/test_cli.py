@@ -1,0 +1,125 @@
+"""The command line: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import caches
+import mlx.core as mx
+import pytest
+from caches import MODEL
+
+from tieredkv import TieredPromptCache
+from tieredkv.cli import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A cold tier with two prompts of one model and one of another, salted."""
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        for tokens in ([*range(9)], [50, 51, 52]):
+            cache.insert_cache(MODEL, tokens, caches.make(tokens, mx.bfloat16))
+    with TieredPromptCache(tmp_path, block_tokens=4, salt=b"very secret") as cache:
+        cache.insert_cache(("other", None, None), [1, 2], caches.make([1, 2]))
+    return tmp_path
+
+
+def test_stats_tell_what_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An operator looks here before deleting anything."""
+    assert main(["stats", "--dir", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "5 blocks" in out
+    assert "name:model" in out
+    assert "name:other salted" in out
+    assert "very secret" not in out
+
+
+def test_stats_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts read this one; sizes are bytes, times nanoseconds."""
+    assert main(["stats", "--dir", str(folder), "--json"]) == 0
+    usage = json.loads(capsys.readouterr().out)
+    by_model = {n["model"]: n for n in usage["namespaces"]}
+    assert by_model["name:model"]["blocks"] == 4
+    assert by_model["name:other"]["salted"] is True
+    assert usage["file_bytes"] == (folder / "data.mdb").stat().st_size
+    one = by_model["name:model"]
+    assert 0 < one["oldest_use"] <= one["newest_use"]
+
+
+def test_stats_work_while_another_process_writes(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A running server is the usual case."""
+    program = (
+        "import sys; from tieredkv import TieredPromptCache\n"
+        "cache = TieredPromptCache(sys.argv[1], block_tokens=4)\n"
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "open\n"
+    assert main(["stats", "--dir", str(folder)]) == 0
+    assert "5 blocks" in capsys.readouterr().out
+    other.communicate("")
+    assert other.returncode == 0
+
+
+def test_stats_of_nothing_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error in the directory must not look like an empty cache, nor create one."""
+    assert main(["stats", "--dir", str(tmp_path / "absent")]) == 1
+    assert "no cold tier" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stats_do_not_load_mlx(folder: Path) -> None:
+    """Seconds of start-up for a report of milliseconds."""
+    program = (
+        "import sys; from tieredkv.cli import main; main(sys.argv[1:]);"
+        "assert not {'mlx.core', 'mlx_lm'} & sys.modules.keys()"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, "stats", "--dir", str(folder)],
+        check=True,
+        capture_output=True,
+    )
+
+
+@pytest.mark.parametrize("command", [["--help"], ["stats", "--help"], ["serve", "--help"]])
+def test_help_is_there_for_every_command(command: list[str]) -> None:
+    """It must be enough to get going, and come without a traceback."""
+    env = {**os.environ, "COLUMNS": "100"}
+    out = subprocess.run(
+        [sys.executable, "-m", "tieredkv", *command],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=env,
+    ).stdout
+    assert out.startswith("usage: tieredkv")
+
+
+def test_the_public_names_are_these() -> None:
+    """Each of them is a promise; each one more is too."""
+    import tieredkv
+
+    assert tieredkv.__all__ == [
+        "Config",
+        "Hit",
+        "Namespace",
+        "Problem",
+        "StoreStats",
+        "TieredKVError",
+        "TieredPromptCache",
+        "TieredStore",
+        "serve",
+    ]
+    assert all(getattr(tieredkv, name) for name in tieredkv.__all__)
