@@ -28,7 +28,6 @@ logger = logging.getLogger("tieredkv")
 GATE_TIMEOUT_S = 10.0
 _ENGINE = (0, 9)
 _MAX_READERS = 1024
-_SPARE_TXNS = 4
 _COMMITS_PER_READER_CHECK = 20
 # How long a change of the map's size waits for the transactions of this process.
 _IDLE_TIMEOUT_S = 10.0
@@ -77,6 +76,8 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (lmdb.DiskError, "disk"),
     (OSError, "disk"),
 )
+# A full disk can show as either: LMDB calls a write that stopped half-way EIO.
+_NUMBERS = ((errno.ENOSPC, "disk_full"), (errno.EIO, "disk"))
 
 
 def map_bytes(cap_bytes: int) -> int:
@@ -94,8 +95,9 @@ def _fault(error: BaseException) -> Fault:
     if isinstance(error, lmdb.PanicError):
         return Lost(detail)
     # LMDB hands on an error number of the system as text.
-    if os.strerror(errno.ENOSPC) in detail:
-        return Fault("disk_full", detail)
+    for number, kind in _NUMBERS:
+        if os.strerror(number) in detail:
+            return Fault(kind, detail)
     kind = next((kind for types, kind in _KINDS if isinstance(error, types)), "lmdb")
     return Fault(kind, detail)
 
@@ -164,6 +166,11 @@ class Environment:
             self._gate.close()
         for key in [key for key, value in _OPEN.items() if value is self]:
             del _OPEN[key]
+
+    def disown(self) -> None:
+        """In a child process: let go of the gate, which the child would keep from being free."""
+        if self._gate:
+            self._gate.close()
 
     def read(self, work: Callable[[Rows], _T]) -> _T:
         """Run ``work`` in one short read transaction. What is to outlive it must be copied.
@@ -302,6 +309,8 @@ def _forget_after_fork() -> None:
     # A thread that does not exist in the child may have held the lock.
     global _REGISTRY_LOCK
     _REGISTRY_LOCK = threading.Lock()
+    for environment in _OPEN.values():
+        environment.disown()
     _INHERITED.extend(_OPEN.values())
     _OPEN.clear()
 
@@ -426,7 +435,9 @@ def _open_checked(directory: Path, cap_bytes: int) -> Environment:
                 mode=0o600,
                 max_dbs=len(DATABASES) + 1,
                 max_readers=_MAX_READERS,
-                max_spare_txns=_SPARE_TXNS,
+                # An idle transaction kept for reuse would be ended, and its slot in the shared
+                # table freed, by the exit of a forked child.
+                max_spare_txns=0,
             )
             try:
                 dbs = _databases(env, directory, cap_bytes)
@@ -467,7 +478,6 @@ def _open_read_only(directory: Path) -> Environment:
         readonly=True,
         create=False,
         max_dbs=len(DATABASES) + 1,
-        max_spare_txns=_SPARE_TXNS,
     )
     try:
         with env.begin() as txn:

@@ -141,6 +141,10 @@ def quarantine(directory: Path) -> Path:
 
 
 def _walk_apart(directory: Path, what: str, timeout_s: float) -> str | None:
+    """Walk in a process of its own. Whatever is no sign of damage, a timeout say, is no finding."""
+    if not sys.executable:
+        # Embedded: there is no interpreter to start.
+        return None
     # -P: the folder of this file holds modules, but none that the walk should import.
     command = [sys.executable, "-P", __file__, str(directory), what]
     try:

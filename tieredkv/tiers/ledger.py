@@ -236,7 +236,7 @@ class Ledger(Rows):
     touch had touched all ancestors.
 
     Room in the file: pages freed by this transaction or the one before can't be used yet, for
-    LMDB still needs them to go back to the state before. `file_bytes_after` therefore knows what the last
+    LMDB may have to go back to the state before. `fits_file` therefore looks up what the last
     transaction freed, whichever process made it.
     """
 
@@ -258,13 +258,14 @@ class Ledger(Rows):
         self.set_number(CLOCK, self._clock)
         self.set_number(FREED, self._freed)
 
-    def file_bytes_after(self, cost: int, lost: int) -> int:
-        """Size of the file if ``cost`` bytes more are added and the transaction then committed.
+    def fits_file(self, cost: int, cap_bytes: int, lost: int) -> bool:
+        """Whether ``cost`` bytes more can be added without the file growing beyond the cap.
 
         ``lost`` is how many of the free bytes are too scattered to be used.
         """
         usable = max(0, self._reusable - lost)
-        return self._file_bytes + max(0, self._added + cost - usable)
+        growth = max(0, self._added + cost - usable)
+        return not growth or self._file_bytes + growth <= cap_bytes
 
     def add(self, key: bytes, record: Record, blob: bytes, origin: Origin | None) -> None:
         """Insert a block that isn't here and whose parent is.

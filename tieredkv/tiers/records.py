@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tieredkv.core import FORMAT_VERSION, Block, BlockKey, CorruptBlob, Namespace
-from tieredkv.keys import KEY_BYTES, block_key, ordered
+from tieredkv.keys import block_key, ordered
 
 # An LMDB value takes its size and a 16-byte header in whole pages: this fills 16 pages of
 # 4 KiB and 4 of 16 KiB. A multiple of 64 KiB would waste most of one more page.
@@ -224,7 +224,7 @@ def child_group(parent: bytes, level: int, before: bytes) -> bytes:
 def segments(tokens: bytes) -> Iterator[tuple[int, bytes, bytes]]:
     """Level, bytes before it and segment of ``ordered(tokens)``; the last segment is short.
 
-    An ordered token is at most 16 bytes, so 4096 of them make at most 164 levels.
+    An ordered token is at most 20 bytes, so 4096 of them make at most 205 levels.
     """
     encoded = ordered(tokens)
     for level in range(len(encoded) // SEGMENT_BYTES + 1):
@@ -238,8 +238,3 @@ def child_rows(parent: bytes, key: bytes, tokens: bytes) -> list[bytes]:
         child_group(parent, level, before) + segment + b"\0" + key[:8]
         for level, before, segment in segments(tokens)
     ]
-
-
-def is_key(data: bytes) -> bool:
-    """Whether ``data`` has the size of a block key or a root."""
-    return len(data) == KEY_BYTES
