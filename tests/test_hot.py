@@ -14,7 +14,7 @@ from tieredkv import policy
 from tieredkv.core import Block
 from tieredkv.tiers.hot import HotTier, held_bytes
 
-ONE = held_bytes(caches.blocks(caches.chain([1, 2, 3, 4]))[0])
+ONE = held_bytes(caches.blocks(caches.chain([1, 2, 3, 4]))[0].specs)
 
 
 def put(tier: HotTier, tokens: Sequence[int], kind: str = "assistant") -> list[Block]:
@@ -107,7 +107,7 @@ def test_a_tail_replaced_while_held_still_counts() -> None:
     """Its memory isn't free before the writer lets go of it."""
     tier = HotTier(10 * ONE)
     held = tier.hold(put(tier, [1, 2]))
-    tail_bytes = held_bytes(held[0])
+    tail_bytes = held_bytes(held[0].specs)
     put(tier, [1, 2, 3, 4])
     assert tier.n_bytes == ONE + tail_bytes
     tier.release([held[0].key])
@@ -125,6 +125,52 @@ def test_memory_that_is_held_leaves_at_the_next_call() -> None:
     tier.release(b.key for b in held)
     tier.trim_to(ONE)
     assert tier.n_bytes == ONE
+
+
+def test_a_block_put_again_while_its_first_copy_is_held_is_told_apart() -> None:
+    """Released against the wrong one, the copy would be held, and counted, for ever."""
+    tier = HotTier(10 * ONE)
+    held = tier.hold(put(tier, [1, 2]))
+    put(tier, [1, 2, 3])
+    tier.limit_entries(0)
+    put(tier, [1, 2])
+    again = tier.hold(caches.blocks(caches.chain([1, 2])))
+    tier.release([held[0].key])
+    tier.release([again[0].key])
+    tier.trim_to(0)
+    assert (tier.n_bytes, tier.check()) == (0, [])
+
+
+def test_what_can_not_leave_is_not_taken_for_room() -> None:
+    """A prompt that doesn't fit would evict all others before that is noticed."""
+    tier = HotTier(10 * ONE)
+    held = put(tier, range(16))
+    tier.hold(held)
+    tier.release(b.key for b in held[:-1])
+    put(tier, range(100, 124))
+    assert tier.make_room(caches.chain(range(200, 228)), [ONE] * 7) == 0
+    assert has(tier, range(100, 124))
+
+
+def test_entries_that_leave_while_held_take_their_blocks_along_later() -> None:
+    """With a disk every new prompt is held at first: the limit would free nothing."""
+    tier = HotTier(100 * ONE)
+    held = tier.hold(put(tier, range(16)))
+    tier.limit_entries(0)
+    assert (tier.n_entries, tier.n_blocks) == (0, 4)
+    tier.release(b.key for b in held)
+    tier.reap()
+    assert (tier.n_blocks, tier.n_bytes) == (0, 0)
+
+
+def test_the_block_that_takes_a_tails_place_takes_its_standing() -> None:
+    """A system prompt shorter than a block is a tail: a first reply would end its protection."""
+    tier = HotTier(6 * ONE)
+    put(tier, [1, 2], "system")
+    put(tier, [1, 2, 3, 4, 5])
+    for i in range(1, 50):
+        put(tier, range(i * 1000, i * 1000 + 8))
+    assert has(tier, [1, 2, 3, 4])
 
 
 def test_entries_over_the_limit_leave_with_what_only_they_need() -> None:

@@ -60,6 +60,16 @@ def test_another_config_is_another_model(tmp_path: Path) -> None:
     assert fingerprint(str(folder)) != before
 
 
+def test_a_few_values_changed_in_a_large_file_are_another_model(tmp_path: Path) -> None:
+    """An edit of a few rows can fall between the windows that are read."""
+    folder = model(tmp_path / "m", large=True)
+    before = fingerprint(str(folder))
+    with (folder / "model.safetensors").open("r+b") as f:
+        f.seek(2_000_003)
+        f.write(b"x")
+    assert fingerprint(str(folder)) != before
+
+
 def test_little_of_a_large_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashing 100 GB at every start would take minutes."""
     folder = model(tmp_path / "m", large=True)
@@ -108,7 +118,12 @@ def test_files_that_change_under_a_loaded_model_are_noticed(tmp_path: Path) -> N
     folder = model(tmp_path / "m")
     prints = Fingerprints()
     before = prints.of(str(folder))
+    status = (folder / "model.safetensors").stat()
+    times = (status.st_atime_ns, status.st_mtime_ns)
     retrain(folder)
+    with pytest.raises(IdentityChanged):
+        prints.of(str(folder))
+    os.utime(folder / "model.safetensors", ns=times)
     with pytest.raises(IdentityChanged):
         prints.of(str(folder))
     assert prints.renew(str(folder)) != before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import caches
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import (
@@ -20,7 +21,7 @@ from tieredkv import layout
 from tieredkv.core import Block, BlockKey, Refused
 from tieredkv.layout import Layout
 
-DTYPES = [mx.bfloat16, mx.float16, mx.float32, mx.int32]
+DTYPES = [mx.bfloat16, mx.float16, mx.float32, mx.int32, mx.bool_]
 
 
 def captured(live: list[KVCache], tokens: list[int], step: int) -> tuple[Layout, list[Block]]:
@@ -161,9 +162,9 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
     """A prefill that overflowed once would answer every later prompt with nonsense."""
     live = caches.make([1, 2, 3, 4])
     live[1].values[0, 1, 2, 3] = value
-    shape = layout.inspect(live, 4)
     with pytest.raises(Refused) as e:
-        layout.capture(live, shape, [(0, 4)])
+        layout.settle(live, 0, 4)
+    layout.settle(live, 0, 2)
     assert e.value.reason == "nonfinite"
 
 
@@ -189,3 +190,14 @@ def test_a_layout_survives_json_and_names_the_dtype() -> None:
     b = layout.inspect(caches.make([1], mx.float32), 1)
     assert Layout.from_json(a.to_json()) == a
     assert a.to_json() != b.to_json()
+
+
+def test_weights_in_memory_have_a_digest_of_their_own() -> None:
+    """Weights that were quantized, cast or adapted after loading compute other state."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    before = layout.digest([model])
+    assert layout.digest([model]) == before
+    model.layers[1].weight[:, 0] += 1
+    changed = layout.digest([model])
+    nn.quantize(model, group_size=64)
+    assert len({before, changed, layout.digest([model])}) == 3

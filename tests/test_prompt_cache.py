@@ -8,11 +8,14 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import caches
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import pytest
 from caches import MODEL
 from hypothesis import given, settings
@@ -335,6 +338,61 @@ def test_tokens_that_are_no_tokens_are_a_miss(cache: TieredPromptCache, bad: lis
     assert cache.stats().inserts == 0
 
 
+@pytest.mark.parametrize("bad", [None, 5, mx.array(3.5)])
+def test_what_is_no_sequence_is_a_miss(cache: TieredPromptCache, bad: Any) -> None:
+    """Nor must this one."""
+    assert cache.fetch_nearest_cache(MODEL, bad) == (None, [])
+
+
+@pytest.mark.parametrize("make", [np.array, mx.array, tuple])
+def test_tokens_may_be_arrays(cache: TieredPromptCache, make: Any) -> None:
+    """What is left are plain ints all the same."""
+    insert(cache, [1, 2, 3])
+    found, rest = cache.fetch_nearest_cache(MODEL, make([1, 2, 9, 9]))
+    assert found is not None
+    assert rest == [9, 9]
+    assert all(type(t) is int for t in rest)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"hot_bytes": -1},
+        {"cold_bytes": 0},
+        {"block_tokens": 0},
+        {"max_entries": -1},
+        {"cold_bytes": 64e9},
+        {"block_tokens": 2.5},
+        {"salt": "text"},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_an_error_at_once(bad: dict[str, Any]) -> None:
+    """Found later, they would be a fault at every call."""
+    with pytest.raises((TypeError, ValueError)):
+        TieredPromptCache(**bad)
+
+
+def test_no_memory_turns_storing_off(caplog: pytest.LogCaptureFixture) -> None:
+    """A way to run without, that isn't reported as a loss."""
+    with caplog.at_level(logging.WARNING, "tieredkv"), TieredPromptCache(hot_bytes=0) as cache:
+        insert(cache, [1, 2, 3])
+        assert hit(cache, [1, 2, 3]) == 0
+        assert cache.flush()
+    assert not caplog.records
+
+
+def test_a_refused_insert_costs_nobody_his_place() -> None:
+    """Room made before the state is looked at would be lost for nothing."""
+    cache = TieredPromptCache(hot_bytes=3 * 128 * 4, block_tokens=4)
+    insert(cache, list(range(12)))
+    live = caches.make(list(range(50, 62)))
+    live[0].keys[0, 0, 5, 0] = float("nan")
+    cache.insert_cache(MODEL, list(range(50, 62)), live)
+    assert cache.stats().refused == {"nonfinite": 1}
+    assert hit(cache, list(range(12))) == 11
+
+
 def test_another_dtype_is_another_namespace(tmp_path: Path) -> None:
     """Merging caches of two dtypes casts one of them in silence."""
     with TieredPromptCache(tmp_path, block_tokens=4) as cache:
@@ -407,6 +465,77 @@ def test_another_process_finds_what_this_one_inserted(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", program, str(tmp_path), here], check=True)
 
 
+def test_a_path_as_key_is_the_folder_that_it_names(tmp_path: Path) -> None:
+    """A key that is looked at as text only would keep old weights' state alive."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with TieredPromptCache(block_tokens=4) as cache:
+        cache.insert_cache((folder, None, None), [1, 2, 3], caches.make([1, 2, 3]))
+        found, _ = cache.fetch_nearest_cache((str(folder), None, None), [1, 2, 3])
+        assert found is not None
+    (folder / "config.json").write_text('{"changed": 1}')
+    with TieredPromptCache(block_tokens=4) as cache:
+        assert cache.fetch_nearest_cache((folder, None, None), [1, 2, 3])[0] is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1, None, None), ("1", None, None)),
+        (("m", None, None, "x"), ('["m","x"]', None, None)),
+        (("m", None, None, "x"), ("m", None, None, "y")),
+        (("m", "x"), ("m", None, "x")),
+        (object(), object()),
+    ],
+    ids=str,
+)
+def test_keys_that_differ_are_different_models(one: Hashable, other: Hashable) -> None:
+    """Two keys with one text would share state."""
+    with TieredPromptCache(block_tokens=4) as cache:
+        cache.insert_cache(one, [1, 2, 3], caches.make([1, 2, 3]))
+        assert cache.fetch_nearest_cache(one, [1, 2, 3])[0] is not None
+        assert cache.fetch_nearest_cache(other, [1, 2, 3])[0] is None
+
+
+class Model(nn.Module):
+    """The least that can be bound: it fills caches as `caches.make` does."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = mx.full((64,), weight)
+        self.layers = [None] * caches.LAYERS
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:
+        for own, made in zip(cache, caches.make(tokens[0].tolist()), strict=True):
+            own.update_and_fetch(made.keys[:, :, :1], made.values[:, :, :1])
+        return self.weight
+
+
+def test_other_weights_under_a_bound_key_are_another_model(tmp_path: Path) -> None:
+    """Weights are changed in memory too: cast, quantized, adapted."""
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        cache.bind(MODEL, Model(1.0))
+        insert(cache, [1, 2, 3])
+        cache.bind(MODEL, Model(2.0))
+        assert hit(cache, [1, 2, 3]) == 0
+        cache.bind(MODEL, Model(1.0))
+        assert hit(cache, [1, 2, 3]) == 2
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        cache.bind(MODEL, Model(1.0))
+        assert hit(cache, [1, 2, 3]) == 2
+
+
+def test_a_bound_layout_is_the_one_looked_for(tmp_path: Path) -> None:
+    """After a restart with another dtype the only layout stored is the wrong one."""
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        cache.bind(MODEL, Model(1.0))
+        insert(cache, list(range(9)), dtype=mx.bfloat16)
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        cache.bind(MODEL, Model(1.0))
+        assert hit(cache, list(range(9))) == 0
+
+
 def test_a_directory_that_can_not_be_used_leaves_the_memory_tier(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -427,6 +556,7 @@ def test_after_close_everything_is_a_miss(cache: TieredPromptCache) -> None:
     assert cache.fetch_nearest_cache(MODEL, [1, 2, 3]) == (None, [1, 2, 3])
     insert(cache, [4, 5, 6])
     assert (len(cache), cache.nbytes) == (0, 0)
+    assert cache.flush(5)
 
 
 def test_a_queue_that_is_full_drops_and_counts(tmp_path: Path) -> None:

@@ -135,6 +135,13 @@ def test_cached_tokens_are_exact_to_the_token(server: Server) -> None:
     assert n - 12 < cached < n - 1
 
 
+def test_a_list_of_prompts_is_an_error_and_not_the_end(server: Server) -> None:
+    """Upstream takes one prompt; its generation thread dies of several."""
+    with pytest.raises(openai.APIStatusError):
+        server.client.completions.create(model="default_model", prompt=["a", "b"], max_tokens=2)
+    assert server.health() == 200
+
+
 @pytest.mark.parametrize("prompt", ["", []])
 def test_an_empty_prompt_is_the_clients_error(server: Server, prompt: Any) -> None:
     """Upstream's generation thread dies of it, and every later request with it."""
@@ -192,6 +199,48 @@ def test_a_signal_ends_the_server_quickly_in_the_middle_of_a_request(
         started = time.monotonic()
         assert s.stop(sig) == 0
         assert time.monotonic() - started < 10
+
+
+def test_a_second_signal_ends_it_at_once_and_without_a_crash(smollm2: Path, tmp_path: Path) -> None:
+    """An interrupt in the middle of ending left mlx running under a dying interpreter."""
+    with Server(smollm2, tmp_path / "cache", tmp_path / "log") as s:
+        stream = s.client.chat.completions.create(
+            model="default_model", messages=MESSAGES, max_tokens=500, stream=True
+        )
+        next(iter(stream))
+        s.process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+        assert s.stop(signal.SIGTERM) in (0, 128 + signal.SIGTERM)
+
+
+def test_a_quantized_cache_is_not_reused(smollm2: Path, tmp_path: Path) -> None:
+    """A hit would move the steps of the prefill, and with them the moment of quantization."""
+    flags = ("--kv-bits", "4", "--quantized-kv-start", "36", "--prefill-step-size", "16")
+    with Server(smollm2, tmp_path / "cache", tmp_path / "log", *flags) as s:
+        first = ask(s)
+        assert first[2] == 0
+        assert ask(s) == first
+    assert "--kv-bits" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--prompt-cache-size", "-1"],
+        ["--prompt-cache-dir", ""],
+        ["--prompt-cache-disk-bytes", "0"],
+        ["--prompt-cache-bytes", "much"],
+    ],
+    ids=str,
+)
+def test_flags_that_make_no_sense_are_a_usage_error(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A traceback doesn't say which flag it was."""
+    with pytest.raises(SystemExit) as e:
+        tieredkv.server.serve(flags)
+    assert e.value.code == 2
+    assert flags[0] in capsys.readouterr().err
 
 
 def test_a_directory_that_can_not_be_used_is_said_and_done_without(

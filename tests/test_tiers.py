@@ -14,10 +14,9 @@ from tieredkv import keys
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import Chain, LowerTier, Partial, Tier
 from tieredkv.tiers.cold import ColdTier
-from tieredkv.tiers.hot import HotTier, held_bytes
+from tieredkv.tiers.hot import HotTier
 from tieredkv.tiers.null import NullTier
 
-ONE = held_bytes(caches.blocks(caches.chain([1, 2, 3, 4]))[0])
 PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 Make = Callable[[], Tier]

@@ -35,6 +35,8 @@ class SlowTier(NullTier):
         return len(taken)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
+        if self.fault:
+            raise self.fault
         self.touched += keys
 
 
@@ -61,7 +63,7 @@ def test_blocks_arrive_in_order(tier: SlowTier) -> None:
     assert writer.submit(b) == 2
     assert writer.flush(10)
     assert tier.got == [x.key for x in (*a, *b)]
-    assert writer.close(10)
+    assert writer.close(10) == 0
     assert sum(n for _, n in log.done) == 5
 
 
@@ -118,6 +120,7 @@ def test_a_fault_of_the_tier_ends_in_a_drop(tier: SlowTier) -> None:
     tier.fault = RuntimeError("planted")
     tier.gate.set()
     blocks = caches.blocks(caches.chain(range(8)))
+    writer.touch(blocks[0].key)
     writer.submit(blocks)
     assert writer.flush(10)
     tier.fault = None
@@ -148,10 +151,11 @@ def test_close_writes_what_is_queued_and_takes_no_more(tier: SlowTier) -> None:
     writer = Writer(tier, 10**9, Log())
     writer.submit(blocks)
     writer.touch(blocks[0].key)
-    assert writer.close(10)
+    assert writer.close(10) == 0
     assert tier.got == [b.key for b in blocks]
     assert tier.touched == [blocks[0].key]
     assert writer.submit(blocks) == 0
+    assert writer.flush(10)
 
 
 def test_close_does_not_wait_for_a_stalled_disk(tier: SlowTier) -> None:
@@ -159,5 +163,8 @@ def test_close_does_not_wait_for_a_stalled_disk(tier: SlowTier) -> None:
     writer = Writer(tier, 10**9, Log())
     writer.submit(caches.blocks(caches.chain(range(8))))
     assert tier.entered.wait(10)
-    assert not writer.close(0.05)
+    assert writer.submit(caches.blocks(caches.chain(range(50, 58)))) == 2
+    assert writer.close(0.05) == 2
+    assert writer.n_blocks == 2
     tier.gate.set()
+    assert writer.flush(10)

@@ -214,6 +214,12 @@ class Config:
     queue_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        numbers = (self.hot_bytes, self.cold_bytes, self.block_tokens)
+        optional = (self.max_entries, self.queue_bytes)
+        if any(type(n) is not int for n in (*numbers, *(n for n in optional if n is not None))):
+            raise TypeError("sizes and numbers must be ints")
+        if not isinstance(self.salt, bytes):
+            raise TypeError("salt must be bytes")
         if self.hot_bytes < 0 or self.cold_bytes <= 0:
             raise ValueError("hot_bytes must be 0 or more and cold_bytes positive")
         if not 1 <= self.block_tokens <= 4096:

@@ -1,7 +1,8 @@
 """What a model is: a fingerprint of its files' content, not of its name or path.
 
-Weights that differ anywhere must differ here, at a cost well below a second for 100 GB: small
-files are hashed whole; of a large safetensors file the header and windows of every tensor are.
+Weights that differ must differ here, at a cost well below a second for 100 GB: small files are
+hashed whole; of a large safetensors file the header and windows of every tensor are, and the
+time of its last change, because an edit of a few rows may fall between the windows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HEADER_LIMIT = 100 << 20
 # What decides a model's function. The tokenizer doesn't: keys are token ids.
 _PATTERNS = ("*.safetensors", "config.json", "adapter_config.json", "*.py")
 
-_Stat = tuple[tuple[str, int, int, int], ...]
+_Stat = tuple[tuple[str, int, int, int, int], ...]
 
 
 class IdentityChanged(TieredKVError):
@@ -72,8 +73,10 @@ def _folder_digest(folder: Path) -> str:
     h = hashlib.blake2b(digest_size=16)
     for path in _files(folder):
         name = path.name.encode()
-        size = path.stat().st_size
-        h.update(len(name).to_bytes(4, "little") + name + size.to_bytes(8, "little"))
+        status = path.stat()
+        size, changed = status.st_size, status.st_mtime_ns if status.st_size > _WHOLE_FILE else 0
+        h.update(len(name).to_bytes(4, "little") + name)
+        h.update(size.to_bytes(8, "little") + changed.to_bytes(16, "little", signed=True))
         with path.open("rb") as file:
             for start, length in _windows(file.fileno(), path.suffix, size):
                 h.update(os.pread(file.fileno(), length, start))
@@ -113,9 +116,10 @@ def _spread(start: int, length: int, n: int) -> Iterator[tuple[int, int]]:
 def _stat(name: str) -> _Stat:
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        return ((_hub_revision(name) or "", 0, 0, 0),)
+        return ((_hub_revision(name) or "", 0, 0, 0, 0),)
     stats = ((path.name, path.stat()) for path in _files(folder))
-    return tuple((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats)
+    # The status' time too: a file's own can be set back.
+    return tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in stats)
 
 
 class Fingerprints:

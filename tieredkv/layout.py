@@ -5,6 +5,7 @@ Every function here runs mlx ops: call them on the generation thread only.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tieredkv.core import ITEMSIZE, Block, Refused, TensorSpec
@@ -87,6 +89,11 @@ def _dtype_name(dtype: mx.Dtype) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+def _dtype(name: str) -> mx.Dtype:
+    dtype: mx.Dtype = mx.bool_ if name == "bool" else getattr(mx, name)
+    return dtype
+
+
 def _leaves(cache: Any) -> tuple[mx.array, ...]:
     """The arrays of one layer's cache, cut to its offset by nobody yet."""
     return cache.keys, cache.values
@@ -121,6 +128,31 @@ def inspect(caches: Sequence[Any], n_tokens: int) -> Layout:
     return Layout(tuple(_inspect_layer(cache, n_tokens) for cache in caches))
 
 
+def digest(models: Sequence[Any]) -> str:
+    """Digest of the weights that models hold in memory, whatever their files say: names, shapes,
+    dtypes and a few rows of each.
+    """
+    h = hashlib.blake2b(digest_size=16)
+    named = [item for model in models for item in _flat(model.parameters())]
+    samples: list[Any] = [_sample(array) for _, array in named]
+    mx.eval(samples)
+    for (name, array), sample in zip(named, samples, strict=True):
+        h.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        h.update(memoryview(sample))
+    return h.hexdigest()
+
+
+def _flat(parameters: Any) -> list[tuple[str, Any]]:
+    flat: Any = tree_flatten(parameters)
+    return list(flat)
+
+
+def _sample(array: mx.array) -> mx.array:
+    """Up to 4,096 values of an array, evenly spread, in memory of their own."""
+    flat = array.reshape(-1)
+    return mx.contiguous(flat[:: max(1, flat.size // 4096)])
+
+
 def probe(models: Sequence[Any]) -> Layout:
     """Layout of the caches that ``models`` make, in their order, found by running one token.
 
@@ -150,30 +182,37 @@ def _stack(leaves: list[mx.array]) -> mx.array:
     return mx.concatenate([leaf, leaf[..., :0, :]], axis=-2)
 
 
+def settle(caches: Sequence[Any], start: int, stop: int) -> None:
+    """Evaluate live caches, which may still have work of the batch before them, and look at the
+    values of the tokens from ``start`` to ``stop``.
+
+    Raises:
+        Refused: one of them isn't finite.
+    """
+    leaves = [leaf for cache in caches for leaf in _leaves(cache)]
+    mx.eval(leaves)
+    floats = [leaf for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating)]
+    finite = [mx.all(mx.isfinite(leaf[0, :, start:stop])) for leaf in floats]
+    mx.eval(finite)
+    if not all(f.item() for f in finite):
+        raise Refused("nonfinite", "the state holds values that are not finite")
+
+
 def capture(
     caches: Sequence[Any], layout: Layout, spans: Sequence[tuple[int, int]]
 ) -> list[tuple[mx.array, ...]]:
     """Copy token spans out of live caches: one tuple of block tensors per span.
 
     Everything is evaluated, synchronously, when this returns, so that the caches may be written
-    to at once and another thread may read the tensors' bytes.
-
-    Raises:
-        Refused: a value isn't finite.
+    to at once and another thread may read the tensors' bytes. Call `settle` first.
     """
     leaves = [leaf for cache in caches for leaf in _leaves(cache)]
-    # What is inserted is lazy and may still have work of the batch before it.
-    mx.eval(leaves)
     tensors = [
         tuple(_stack([leaves[i][0, :, a:b] for i in rows]) for _, rows in layout.groups)
         for a, b in spans
     ]
     flat = [t for span in tensors for t in span]
     _eval_exact(flat)
-    finite = [mx.all(mx.isfinite(t)) for t in flat if mx.issubdtype(t.dtype, mx.floating)]
-    mx.eval(finite)
-    if not all(f.item() for f in finite):
-        raise Refused("nonfinite", "the state holds values that are not finite")
     return tensors
 
 
@@ -181,7 +220,7 @@ def _as_array(tensor: Any, spec: TensorSpec) -> mx.array:
     if isinstance(tensor, mx.array):
         return tensor
     array = mx.array(np.asarray(tensor))
-    dtype: mx.Dtype = getattr(mx, spec.dtype)
+    dtype = _dtype(spec.dtype)
     return array if array.dtype == dtype else array.view(dtype)
 
 
@@ -223,7 +262,7 @@ def restore(layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: in
     leaves: dict[int, mx.array] = {}
     for g, (leaf, rows) in enumerate(layout.groups):
         per_block = [mx.split(part[g], len(rows), axis=0) for part in parts]
-        empty = mx.zeros((1, leaf.heads, spare, leaf.width), getattr(mx, leaf.dtype))
+        empty = mx.zeros((1, leaf.heads, spare, leaf.width), _dtype(leaf.dtype))
         for row, i in enumerate(rows):
             leaves[i] = mx.concatenate([*(block[row] for block in per_block), empty], axis=2)
     mx.eval(list(leaves.values()))

@@ -6,8 +6,11 @@ an exception in a cache method kills the server's generation thread.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
+import uuid
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +33,7 @@ from tieredkv.core import (
     Problem,
     Refused,
     StoreStats,
+    Tokens,
 )
 from tieredkv.identity import Fingerprints, IdentityChanged
 from tieredkv.layout import Layout
@@ -73,7 +77,9 @@ class TieredPromptCache:
             cold_dir: directory of the cold tier, made if absent; several caches, in one process
                 or several, may share it. None keeps everything in memory. A directory that
                 can't be used is logged and done without.
-            hot_bytes: cap on the memory that MLX holds because of this cache, in bytes.
+            hot_bytes: cap on the memory that MLX holds because of this cache, in bytes. Blocks
+                pass through it on their way to disk, so with less than a block nothing is
+                stored; 0 turns storing off.
             cold_bytes: cap on the cold tier's file, in bytes.
             block_tokens: tokens per block. Caches share blocks only if they agree on it.
             salt: a secret; caches with different salts never see each other's prompts.
@@ -81,7 +87,7 @@ class TieredPromptCache:
             queue_bytes: cap on what waits to be written; None for three quarters of hot_bytes.
 
         Raises:
-            ValueError: a size that makes no sense.
+            TypeError, ValueError: an argument that makes no sense.
         """
         self._store = TieredStore(
             Config(
@@ -97,6 +103,8 @@ class TieredPromptCache:
         self._host = _host()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
+        self._weights: dict[Hashable, str] = {}
+        self._objects: dict[Hashable, str] = {}
         self._lock = threading.RLock()
         # The store, not self: the finalizer must not keep the cache alive.
         self._close = weakref.finalize(self, self._store.close)
@@ -110,12 +118,12 @@ class TieredPromptCache:
 
         ``(None, tokens)`` on a miss. At least one token is always left.
         """
-        rest = list(tokens)
         with self._lock, self._contained("fetch"):
-            caches, n = self._fetch(model, rest)
-            return caches, rest[n:]
+            ids = keys.as_tokens(tokens)
+            caches, n = self._fetch(model, ids)
+            return caches, ids[n:].tolist()
         self._miss("fault")
-        return None, rest
+        return None, list(tokens) if isinstance(tokens, list | tuple) else []
 
     def insert_cache(
         self,
@@ -130,6 +138,8 @@ class TieredPromptCache:
         State that doesn't fit the key, or that can't be stored safely, is refused: counted, and
         logged once for each reason.
         """
+        if not self._store.config.hot_bytes or not self._close.alive:
+            return
         with self._lock, self._contained("insert"):
             self._insert(model, tokens, prompt_cache, cache_type)
 
@@ -160,14 +170,16 @@ class TieredPromptCache:
         """Tell the cache that ``models``, a target and maybe a draft, have just been loaded
         under ``key``.
 
-        Takes their identity anew and finds their cache layout by running them on one token, so that
-        the first fetch after a restart can only be answered with state of exactly this kind.
-        Without it both are learned from the key and the first insert. On the generation thread.
+        Takes their identity anew, from their files and from the weights in memory, and finds
+        their cache layout by running them on one token, so that a fetch can only be answered
+        with state of exactly this kind. Without it identity is that of the files, and the layout
+        is that of the last insert or, after a restart, the only one stored. What was inserted
+        before is not found any more under this key. On the generation thread.
         """
         with self._lock, self._contained("bind"):
-            for name in _names(key):
-                if name:
-                    self._fingerprints.renew(name)
+            for name in filter(None, self._names(key)):
+                self._fingerprints.renew(name)
+            self._weights[key] = layout.digest(models)
             try:
                 self._layouts[keys.base_key(self._base(key))] = layout.probe(models)
             except Refused as e:
@@ -202,7 +214,7 @@ class TieredPromptCache:
 
     # ---- the two paths
 
-    def _fetch(self, model: Hashable, tokens: list[int]) -> tuple[list[Any] | None, int]:
+    def _fetch(self, model: Hashable, tokens: Tokens) -> tuple[list[Any] | None, int]:
         found = self._known_namespace(model)
         if found is None:
             return None, 0
@@ -226,28 +238,24 @@ class TieredPromptCache:
             shape = layout.inspect(caches, len(tokens))
             base = self._base(model)
             namespace = replace(base, layout=shape.to_json())
-            self._layouts[keys.base_key(base)] = shape
-            self._store.register(namespace)
-            chain = self._chain(namespace, tokens)
-            sizes = [sum(s.n_bytes for s in shape.specs(b - a)) for a, b in _spans(chain)]
-            wanted = self._store.admit(chain, sizes)
-            tensors = layout.capture(caches, shape, [chain.span(i) for i in wanted])
+            chain = self._chain(namespace, keys.as_tokens(tokens))
+            lacking = self._store.lacking(chain)
+            if lacking:
+                layout.settle(caches, chain.span(lacking.start)[0], len(chain.tokens))
         except Refused as e:
             self._refuse(e)
             return
         except IdentityChanged as e:
             self._refuse(Refused("identity", str(e)))
             return
+        self._layouts[keys.base_key(base)] = shape
+        self._store.register(namespace)
+        specs = [shape.specs(b - a) for a, b in map(chain.span, lacking)]
+        wanted = lacking[: self._store.admit(chain, specs)]
+        tensors = layout.capture(caches, shape, [chain.span(i) for i in wanted])
         blocks = [
-            Block(
-                chain.root,
-                chain.parent(i),
-                chain.keys[i],
-                chain.tokens_of(i),
-                shape.specs(len(chain.tokens_of(i)) // 8),
-                t,
-            )
-            for i, t in zip(wanted, tensors, strict=True)
+            Block(chain.root, chain.parent(i), chain.keys[i], chain.tokens_of(i), spec, t)
+            for i, spec, t in zip(wanted, specs, tensors, strict=False)
         ]
         self._store.put(chain, blocks, kind)
         self._store.counters.add("inserts")
@@ -255,17 +263,34 @@ class TieredPromptCache:
     # ---- names
 
     def _base(self, model: Hashable) -> Namespace:
-        name, adapter, draft, *more = (*_names(model), "", "")
-        fingerprints = [self._fingerprints.of(n) if n else "" for n in (name, adapter, draft)]
-        extra = "".join(f"|{n}" for n in more if n)
+        name, adapter, draft, *more = (*self._names(model), "", "", "")[: max(3, _n_parts(model))]
+        prints = [self._fingerprints.of(n) if n else "" for n in (name, adapter, draft)]
+        weights = self._weights.get(model, "")
         return Namespace(
-            model=fingerprints[0] + extra,
-            adapter=fingerprints[1],
-            draft=fingerprints[2],
+            model=json.dumps([prints[0], weights, *more]) if weights or more else prints[0],
+            adapter=prints[1],
+            draft=prints[2],
             host=self._host,
             salt=self._store.config.salt,
             block_tokens=self._store.config.block_tokens,
         )
+
+    def _names(self, model: Hashable) -> list[str]:
+        """A model key's parts as names: upstream's are ``(path, adapter | None, draft | None)``.
+
+        What is neither a path nor a string gets a name that holds in this cache only: its text
+        could be another thing's in another process, or in this one later.
+        """
+        parts = model if isinstance(model, tuple) else (model,)
+        names = []
+        for part in parts:
+            if part is None:
+                names.append("")
+            elif isinstance(part, str | os.PathLike):
+                names.append(os.fsdecode(part))
+            else:
+                names.append(self._objects.setdefault(part, f"object {uuid.uuid4()}"))
+        return names
 
     def _known_namespace(self, model: Hashable) -> tuple[Namespace, Layout] | None:
         """Where to look for a model's prompts: under the layout it was bound or last inserted
@@ -287,9 +312,8 @@ class TieredPromptCache:
             shape = Layout.from_json(stored[0])
         return replace(base, layout=shape.to_json()), shape
 
-    def _chain(self, namespace: Namespace, tokens: Sequence[int]) -> Chain:
-        root = keys.namespace_key(namespace)
-        return keys.chain(root, keys.as_tokens(tokens), namespace.block_tokens)
+    def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
+        return keys.chain(keys.namespace_key(namespace), tokens, namespace.block_tokens)
 
     # ---- faults
 
@@ -313,11 +337,5 @@ class TieredPromptCache:
                 )
 
 
-def _names(model: Hashable) -> list[str]:
-    """A model key's parts as names: upstream's are ``(path, adapter | None, draft | None)``."""
-    parts = model if isinstance(model, tuple) else (model,)
-    return ["" if p is None else p if isinstance(p, str) else repr(p) for p in parts]
-
-
-def _spans(chain: Chain) -> list[tuple[int, int]]:
-    return [chain.span(i) for i in range(len(chain.keys))]
+def _n_parts(model: Hashable) -> int:
+    return len(model) if isinstance(model, tuple) else 1

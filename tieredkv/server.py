@@ -147,8 +147,9 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         tokenized = super()._tokenize(tokenizer, request, args)
-        if not tokenized[0]:
-            raise ValueError("The prompt has no tokens.")
+        prompt = tokenized[0]
+        if not prompt or not all(isinstance(token, int) for token in prompt):
+            raise ValueError("The prompt must be text that is not empty.")
         return tokenized
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,6 +184,11 @@ class TieredAPIHandler(upstream.APIHandler):
 
 def open_cache(args: argparse.Namespace) -> TieredPromptCache:
     """The prompt cache that the flags describe."""
+    if args.kv_bits is not None:
+        # When the state is quantized depends on where the prefill's steps end, and a hit moves
+        # them: the answer would differ from that of a cold run.
+        _LOG.warning("--kv-bits: prompts are not cached, since a hit could change the answer")
+        return TieredPromptCache(hot_bytes=0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hot_bytes = args.prompt_cache_bytes
     cache = TieredPromptCache(
@@ -205,43 +211,56 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM ends the server as Ctrl-C does."""
+    """SIGTERM ends the server as Ctrl-C does, and a second signal at once: an interrupt in the
+    middle of ending would leave mlx running while the interpreter goes away under it.
+    """
+
+    def end_at_once(number: int, _: FrameType | None) -> NoReturn:
+        os._exit(128 + number)
 
     def interrupt(_: int, __: FrameType | None) -> NoReturn:
+        for s in both:
+            signal.signal(s, end_at_once)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    both = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(s, interrupt) for s in both]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for s, handler in zip(both, before, strict=True):
+            signal.signal(s, handler)
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Returns the exit status."""
     cache = open_cache(args)
     generator = TieredResponseGenerator(TieredModelProvider(args, cache), cache)
-    status = 0
-    try:
-        with _signals_interrupt():
-            if mx.distributed.init().rank() == 0:
-                upstream._run_http_server(
-                    args.host, args.port, generator, handler_class=TieredAPIHandler
-                )
-            else:
-                generator.join()
-    except KeyboardInterrupt:
-        pass
-    except OSError as e:
-        _LOG.error("can't serve on %s:%d: %s", args.host, args.port, e)
-        status = 1
-    generator.stop_and_join()
-    cache.close()
+    with _signals_interrupt():
+        status = _serve_until_signal(args, generator)
+        generator.stop_and_join()
+        cache.close()
     if generator.generation_available():
         # A prefill step can't be interrupted, and nothing needs its end.
         logging.shutdown()
         os._exit(status)
     return status
+
+
+def _serve_until_signal(args: argparse.Namespace, generator: TieredResponseGenerator) -> int:
+    try:
+        if mx.distributed.init().rank() == 0:
+            upstream._run_http_server(
+                args.host, args.port, generator, handler_class=TieredAPIHandler
+            )
+        else:
+            generator.join()
+    except KeyboardInterrupt:
+        pass
+    except OSError as e:
+        _LOG.error("can't serve on %s:%d: %s", args.host, args.port, e)
+        return 1
+    return 0
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
@@ -250,7 +269,16 @@ def serve(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 after a signal, 1 if the address can't be served on.
     """
-    args = parser().parse_args(argv)
+    p = parser()
+    args = p.parse_args(argv)
+    if args.prompt_cache_size < 0:
+        p.error("--prompt-cache-size must be 0 or more")
+    if not args.prompt_cache_dir:
+        p.error("--prompt-cache-dir must be a directory or 'none'")
+    if not args.prompt_cache_disk_bytes:
+        p.error(
+            "--prompt-cache-disk-bytes must be more than 0; --prompt-cache-dir none turns it off"
+        )
     maybe_set_recommended_wired_limit()
     logging.basicConfig(
         level=args.log_level.upper(),

@@ -22,12 +22,13 @@ from tieredkv.core import (
     Namespace,
     Problem,
     StoreStats,
+    TensorSpec,
     TierStats,
 )
 from tieredkv.keys import common_prefix
 from tieredkv.metrics import Counters
 from tieredkv.tiers.cold import ColdTier
-from tieredkv.tiers.hot import HotTier
+from tieredkv.tiers.hot import HotTier, held_bytes
 from tieredkv.tiers.null import NullTier
 from tieredkv.tiers.writer import Writer
 
@@ -106,17 +107,21 @@ class TieredStore:
 
     # ---- an insert
 
-    def admit(self, chain: Chain, sizes: Sequence[int]) -> range:
-        """Make room in the hot tier for ``chain``, whose blocks take ``sizes`` bytes each.
-
-        Returns the indices of the blocks to capture: those that aren't there, as far as they fit.
-        """
+    def lacking(self, chain: Chain) -> range:
+        """Indices of the blocks of ``chain`` that aren't in the hot tier."""
         start = self.hot.lookup(chain)
         if start == len(chain.keys) or self._covers(chain, start):
             return range(start, start)
-        stop = start + self.hot.make_room(chain, sizes[start:])
-        self._lose("hot_full", len(chain.keys) - stop)
-        return range(start, stop)
+        return range(start, len(chain.keys))
+
+    def admit(self, chain: Chain, specs: Sequence[tuple[TensorSpec, ...]]) -> int:
+        """Make room in the hot tier for the last blocks of ``chain``, which have these specs.
+
+        Returns how many of them, from the first, may be put.
+        """
+        n = self.hot.make_room(chain, [held_bytes(s) for s in specs])
+        self._lose("hot_full", len(specs) - n)
+        return n
 
     def _covers(self, chain: Chain, i: int) -> bool:
         tail = chain.tokens_of(i)
@@ -125,7 +130,7 @@ class TieredStore:
 
     def put(self, chain: Chain, blocks: Sequence[Block], kind: str = "assistant") -> None:
         """Store captured blocks of ``chain``, and queue what the cold tier lacks of it."""
-        known = self.hot.load(chain.keys[: len(chain.keys) - len(blocks)])
+        known = self.hot.load(chain.keys)
         held = self.hot.put([*known, *blocks], kind)
         self._lose("hot_full", len(known) + len(blocks) - held)
         self.hot.enter(chain, kind)
@@ -200,7 +205,7 @@ class TieredStore:
 
     def close(self) -> None:
         """Write what is queued, for a bounded time, and let go of everything. Idempotent."""
-        self.writer.close(_CLOSE_SECONDS)
+        self._lose("closed", self.writer.close(_CLOSE_SECONDS))
         self.hot.close()
         self.cold.close()
 

@@ -17,15 +17,15 @@ from itertools import pairwise
 import mlx.core as mx
 
 from tieredkv import keys, layout, policy
-from tieredkv.core import CACHE_TYPES, Block, BlockKey, Chain, Partial, Problem
+from tieredkv.core import CACHE_TYPES, Block, BlockKey, Chain, Partial, Problem, TensorSpec
 
 # Metal rounds buffers larger than a page up to whole pages; the CPU allocator does not round.
 _GRANULE = mmap.PAGESIZE if mx.metal.is_available() else 1
 
 
-def held_bytes(block: Block) -> int:
-    """Bytes that MLX's allocator holds for a block's tensors."""
-    sizes = (spec.n_bytes for spec in block.specs)
+def held_bytes(specs: Iterable[TensorSpec]) -> int:
+    """Bytes that MLX's allocator holds for tensors of these specs."""
+    sizes = (spec.n_bytes for spec in specs)
     return sum(n if n <= _GRANULE else -(-n // _GRANULE) * _GRANULE for n in sizes)
 
 
@@ -47,7 +47,7 @@ class _Node:
     def __init__(self, block: Block, kind: str, order: bytes) -> None:
         self.block = block
         self.order = order
-        self.n_bytes = held_bytes(block)
+        self.n_bytes = held_bytes(block.specs)
         self.kind = kind
         self.last_use = 0
         self.children = 0
@@ -71,10 +71,12 @@ class HotTier:
         self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
         # Replaced by a longer sibling while held: can't be found, but still takes memory.
         self._replaced: dict[BlockKey, _Node] = {}
+        self._held: dict[BlockKey, _Node] = {}
+        # Ends of forgotten entries that were held then: their branches leave once released.
+        self._leaving: set[BlockKey] = set()
         self._entries: dict[BlockKey, tuple[BlockKey, str]] = {}
         self._clock = 0
         self._n_bytes = 0
-        self._held_bytes = 0
         self._evictions = 0
         self._demotes = 0
 
@@ -167,24 +169,30 @@ class HotTier:
     def _make_room(self, own: set[BlockKey], sizes: Sequence[int]) -> int:
         self._reap()
         free = self._cap - self._n_bytes
-        spared = sum(
-            node.n_bytes
-            for node in map(self._nodes.get, own)
-            if node is not None and not node.holds
-        )
-        reclaimable = self._n_bytes - self._held_bytes - spared
+        reclaimable = self._reclaimable(own) if sum(sizes) > free else 0
         n = policy.admit(sizes, free=free, reclaimable=reclaimable)
         while self._n_bytes + sum(sizes[:n]) > self._cap:
             if not self._evict_one(own):
                 return policy.admit(sizes, free=self._cap - self._n_bytes, reclaimable=0)
         return n
 
+    def _reclaimable(self, own: set[BlockKey]) -> int:
+        """Bytes of the blocks that can be evicted: not held, not own, nor an ancestor of such."""
+        fixed: dict[BlockKey, int] = {}
+        for key in (*own, *self._held):
+            node = self._nodes.get(key)
+            while node is not None and node.block.key not in fixed:
+                fixed[node.block.key] = node.n_bytes
+                node = self._nodes.get(node.block.parent)
+        replaced = sum(node.n_bytes for node in self._replaced.values())
+        return self._n_bytes - replaced - sum(fixed.values())
+
     def put(self, blocks: Sequence[Block], kind: str = "assistant") -> int:
         """See `core.Tier.put`. Decoded tensors are turned into mlx arrays once room is made."""
         with self._lock:
             new = [b for b in blocks if b.key not in self._nodes]
             own = {key for b in blocks for key in (b.key, b.parent)}
-            n = self._make_room(own, [held_bytes(b) for b in new])
+            n = self._make_room(own, [held_bytes(b.specs) for b in new])
             admitted = {b.key for b in new[:n]}
         arrays = {b.key: b for b in layout.adopt(new[:n])}
         with self._lock:
@@ -203,19 +211,23 @@ class HotTier:
         if block.parent != block.root and block.parent not in self._nodes:
             return False
         order = keys.ordered(block.tokens)
+        covered: list[_Node] = []
         for key in self._neighbours(block.parent, order):
             sibling = self._nodes[key]
             if sibling.order.startswith(order):
                 self._rise(sibling, kind)
                 return True
             if order.startswith(sibling.order):
-                self._replace(sibling)
-        if self._n_bytes + held_bytes(block) > self._cap:
+                covered.append(sibling)
+                kind = policy.protect(kind, sibling.kind)
+        if self._n_bytes + held_bytes(block.specs) > self._cap:
             return False
-        self._add(block, kind, order)
+        node = self._add(block, kind, order)
+        for sibling in covered:
+            self._replace(sibling, node)
         return True
 
-    def _add(self, block: Block, kind: str, order: bytes) -> None:
+    def _add(self, block: Block, kind: str, order: bytes) -> _Node:
         node = self._nodes[block.key] = _Node(block, kind, order)
         siblings = self._siblings.setdefault(block.parent, [])
         siblings.insert(bisect_left(siblings, (order, block.key)), (order, block.key))
@@ -227,6 +239,7 @@ class HotTier:
                 self._n_leaves[parent.kind] -= 1
         self._n_leaves[kind] += 1
         self._use(node)
+        return node
 
     def _rise(self, node: _Node, kind: str) -> None:
         """Touch a known block and give it the higher of its type and the new one."""
@@ -280,9 +293,8 @@ class HotTier:
                 node = self._nodes.get(block.key)
                 if node is None:
                     break
-                if not node.holds:
-                    self._held_bytes += node.n_bytes
                 node.holds += 1
+                self._held[block.key] = node
                 held.append(block)
             return held
 
@@ -293,24 +305,31 @@ class HotTier:
         """
         with self._lock:
             for key in keys:
-                node = self._replaced.get(key) or self._nodes.get(key)
-                if node is None:
+                # A key that was replaced, forgotten and put again has two blocks, and the
+                # replaced one was held first.
+                old = self._replaced.get(key)
+                node = old if old is not None and old.holds else self._nodes.get(key)
+                if node is None or not node.holds:
                     continue
                 node.holds -= 1
                 if node.holds:
                     continue
-                self._held_bytes -= node.n_bytes
-                if key in self._nodes and not node.children:
+                if self._held.get(key) is node:
+                    del self._held[key]
+                if node is not old and not node.children:
                     self._offer(node)
 
     def reap(self) -> None:
-        """Free the replaced blocks that were released. Everything that frees does it first."""
+        """Free what was to leave while it was held. Everything that frees does it first."""
         with self._lock:
             self._reap()
 
     def _reap(self) -> None:
         for key in [key for key, node in self._replaced.items() if not node.holds]:
             self._n_bytes -= self._replaced.pop(key).n_bytes
+        for key in [key for key in self._leaving if key not in self._held]:
+            self._leaving.discard(key)
+            self._drop_branch(key)
 
     def mark_stored(self, keys: Iterable[BlockKey]) -> None:
         """Note that the cold tier has these blocks: when they leave, they are demoted."""
@@ -348,6 +367,7 @@ class HotTier:
         blocks leave as far as no other block or entry needs them.
         """
         with self._lock:
+            self._reap()
             while len(self._entries) > n:
                 counts = dict.fromkeys(CACHE_TYPES, 0)
                 for _, kind in self._entries.values():
@@ -379,7 +399,10 @@ class HotTier:
 
     def _drop_branch(self, key: BlockKey) -> None:
         node = self._nodes.get(key)
-        while node and not (node.children or node.holds or node.entries):
+        while node and not (node.children or node.entries):
+            if node.holds:
+                self._leaving.add(node.block.key)
+                return
             parent = self._nodes.get(node.block.parent)
             self._evict(node)
             node = parent
@@ -426,8 +449,12 @@ class HotTier:
         self._n_bytes -= node.n_bytes
         self._unlink(node)
 
-    def _replace(self, node: _Node) -> None:
-        """Take a tail out in favour of a longer sibling that has all its tokens."""
+    def _replace(self, node: _Node, longer: _Node) -> None:
+        """Take a tail out in favour of a sibling that has all its tokens, entries included."""
+        for entry, length in node.entries.items():
+            longer.entries[entry] = length
+            self._entries[entry] = (longer.block.key, self._entries[entry][1])
+        node.entries.clear()
         if node.holds:
             self._replaced[node.block.key] = node
         else:
@@ -459,10 +486,12 @@ class HotTier:
             self._nodes.clear()
             self._siblings.clear()
             self._replaced.clear()
+            self._held.clear()
+            self._leaving.clear()
             self._entries.clear()
             self._leaves = {k: [] for k in CACHE_TYPES}
             self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
-            self._n_bytes = self._held_bytes = self._cap = 0
+            self._n_bytes = self._cap = 0
 
     # ---- checking
 
@@ -477,9 +506,11 @@ class HotTier:
         total = sum(node.n_bytes for node in nodes)
         if total != self._n_bytes:
             yield "bytes", f"{self._n_bytes} counted, {total} held"
-        held = sum(node.n_bytes for node in nodes if node.holds)
-        if held != self._held_bytes:
-            yield "held bytes", f"{self._held_bytes} counted, {held} held"
+        held = {id(node) for node in nodes if node.holds}
+        if held - {id(node) for node in (*self._held.values(), *self._replaced.values())}:
+            yield "held", "a held block isn't listed as such"
+        if any(not node.holds for node in self._held.values()):
+            yield "held", "a block is listed as held that isn't"
         if self._n_bytes > self._cap:
             yield "bytes", f"{self._n_bytes} over the cap of {self._cap}"
         leaves = dict.fromkeys(CACHE_TYPES, 0)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from tieredkv.core import Block, BlockKey, Tier
 
@@ -22,6 +23,8 @@ _BATCH_BYTES = 32 << 20
 # How long a recorded use may wait for company before it is written.
 _TOUCH_SECONDS = 1.0
 
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 Done = Callable[[Sequence[BlockKey], int], None]
 
 
@@ -94,27 +97,43 @@ class Writer:
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs and not self._busy, timeout)
 
-    def close(self, timeout: float | None = None) -> bool:
+    def close(self, timeout: float | None = None) -> int:
         """Stop taking blocks, write what is queued for at most ``timeout`` seconds, end the
-        thread. True if all was written. Idempotent.
+        thread. Returns how many blocks were given up. Idempotent.
         """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout)
+        # The last reference to a cache may be dropped on this very thread.
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout)
         with self._changed:
+            given_up = [block for job in self._jobs for block in job]
             self._jobs.clear()
-        return not self._thread.is_alive()
+            self._pending.difference_update(block.key for block in given_up)
+            self._n_bytes -= sum(block.n_bytes for block in given_up)
+            return len(given_up)
 
     def _run(self) -> None:
         while True:
             batch, touched = self._next()
             if not batch and not touched:
-                return
+                break
             if batch:
                 self._write(batch)
             if touched:
-                self._tier.touch(touched)
+                self._guarded(self._tier.touch, touched, None)
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def _guarded(self, act: Callable[[list[_T]], _R], items: list[_T], otherwise: _R) -> _R:
+        """The tier's answer; ``otherwise``, and a log line, if it fails against its contract."""
+        try:
+            return act(items)
+        except Exception:  # noqa: BLE001 - the thread must outlive a fault of the tier
+            _LOG.exception("tieredkv: a fault of the tier cost %d items", len(items))
+            return otherwise
 
     def _next(self) -> tuple[list[Block], list[BlockKey]]:
         """Wait for the next batch of one job and the uses recorded; nothing at all when closing."""
@@ -144,11 +163,7 @@ class Writer:
         return batch
 
     def _write(self, batch: list[Block]) -> None:
-        try:
-            n = self._tier.put(batch)
-        except Exception:  # noqa: BLE001 - the thread must outlive a fault of the tier; it is told
-            _LOG.exception("tieredkv: the writer lost %d blocks to a fault", len(batch))
-            n = 0
+        n = self._guarded(self._tier.put, batch, 0)
         with self._changed:
             if n < len(batch):
                 batch += self._abandon(batch[-1])
