@@ -294,6 +294,20 @@ def test_a_promote_that_does_not_fit_is_a_right_hit_all_the_same(tmp_path: Path)
         assert cache.nbytes <= 3 * 4 * 128
 
 
+def test_every_promote_is_the_prompts_own(tmp_path: Path) -> None:
+    """A returning conversation once got another one's state from disk, in silence."""
+    rng = random.Random(3)
+    prompts = [[rng.randrange(4) for _ in range(rng.randrange(1, 24))] for _ in range(200)]
+    with TieredPromptCache(tmp_path, block_tokens=4, hot_bytes=3 * 4 * 128) as cache:
+        for p in prompts:
+            insert(cache, p)
+            cache.flush(10)
+            hit(cache, rng.choice(prompts))
+        assert all(hit(cache, p) for p in prompts if len(p) > 1)
+        assert cache.stats().promotes > 100
+        assert cache.stats().faults == {}
+
+
 # ---- refusals and faults
 
 
