@@ -41,7 +41,7 @@ def test_any_prefix_is_restored_byte_for_byte(dtype: mx.Dtype, n: int) -> None:
     """A cut inside a block, or a row of another leaf, would be another state."""
     tokens = list(range(11))
     shape, blocks = captured(caches.make(tokens, dtype), tokens, 4)
-    restored = layout.restore(shape, blocks[: -(-n // 4)], n, 20)
+    restored = layout.restore(shape, blocks[: -(-n // 4)], None, n, 20)
     assert caches.holds(restored, tokens[:n], dtype)
 
 
@@ -55,7 +55,7 @@ def test_values_may_be_wider_than_keys() -> None:
         )
     shape, blocks = captured(live, list(range(7)), 4)
     assert len(blocks[0].tensors) == 2
-    restored = layout.restore(shape, blocks, 7, 8)
+    restored = layout.restore(shape, blocks, None, 7, 8)
     for a, b in zip(live, restored, strict=True):
         assert mx.array_equal(a.keys[:, :, :7], b.keys[:, :, :7])
         assert mx.array_equal(a.values[:, :, :7], b.values[:, :, :7])
@@ -70,14 +70,14 @@ def test_decoded_words_and_arrays_may_be_mixed() -> None:
     )
     b = blocks[1]
     mixed = [blocks[0], Block(b.root, b.parent, b.key, b.tokens, b.specs, words)]
-    assert caches.holds(layout.restore(shape, mixed, 8, 9), tokens, mx.bfloat16)
+    assert caches.holds(layout.restore(shape, mixed, None, 8, 9), tokens, mx.bfloat16)
 
 
 def test_a_restored_cache_decodes_in_place() -> None:
     """Without rows to spare the first token copies the whole prefix again."""
     tokens = list(range(300))
     shape, blocks = captured(caches.make(tokens), tokens, 256)
-    (cache, _) = layout.restore(shape, blocks, 300, 301)
+    (cache, _) = layout.restore(shape, blocks, None, 300, 301)
     rows = cache.keys.shape[2]
     for _ in range(layout.SPARE_TOKENS):
         cache.update_and_fetch(mx.zeros((1, 2, 1, 4)), mx.zeros((1, 2, 1, 4)))
@@ -93,7 +93,7 @@ def test_captured_blocks_do_not_see_later_writes() -> None:
         c.keys[...] = 77
         c.values[...] = 77
         mx.eval(c.keys, c.values)
-    assert caches.holds(layout.restore(shape, blocks, 4, 5), tokens)
+    assert caches.holds(layout.restore(shape, blocks, None, 4, 5), tokens)
 
 
 def test_captured_blocks_do_not_pin_the_cache_they_came_from() -> None:
@@ -115,11 +115,11 @@ def test_two_restores_share_nothing() -> None:
     """One request's tokens would show up in another's state."""
     tokens = list(range(6))
     shape, blocks = captured(caches.make(tokens), tokens, 4)
-    first = layout.restore(shape, blocks, 6, 7)
+    first = layout.restore(shape, blocks, None, 6, 7)
     for c in first:
         c.keys[...] = 5
         mx.eval(c.keys)
-    assert caches.holds(layout.restore(shape, blocks, 6, 7), tokens)
+    assert caches.holds(layout.restore(shape, blocks, None, 6, 7), tokens)
 
 
 @pytest.mark.parametrize(

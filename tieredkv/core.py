@@ -102,6 +102,9 @@ class Block:
     ``tensors`` are C-contiguous and support the buffer protocol: ``mx.array`` in the hot tier,
     ``numpy`` words (bfloat16 and float16 as uint16) when decoded from the cold tier. ``specs``
     gives the true dtypes. ``tokens`` is little-endian int64, 8 bytes a token.
+
+    A block without tokens is a *snapshot*: the state, at the end of its parent, of the layers
+    that can't be sliced by token.
     """
 
     root: BlockKey
@@ -113,7 +116,7 @@ class Block:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in the block, 1 to ``block_tokens``."""
+        """Tokens in the block, 1 to ``block_tokens``; 0 for a snapshot."""
         return len(self.tokens) // 8
 
     @property
@@ -126,7 +129,8 @@ class Block:
 class Chain:
     """A token sequence cut into blocks under one namespace: ``keys[i]`` covers ``tokens_of(i)``.
 
-    All blocks are full but the last, which may be a tail.
+    All blocks are full but the last, which may be a tail. One key more is that of a snapshot at
+    the end of the tokens.
     """
 
     root: BlockKey
@@ -144,8 +148,8 @@ class Chain:
         return self.keys[i - 1] if i else self.root
 
     def span(self, i: int) -> tuple[int, int]:
-        """First token of block ``i`` and one past its last."""
-        start = i * self.block_tokens
+        """First token of block ``i`` and one past its last; equal for a snapshot."""
+        start = min(i * self.block_tokens, len(self.tokens))
         return start, min(start + self.block_tokens, len(self.tokens))
 
     def tokens_of(self, i: int) -> bytes:
@@ -179,11 +183,13 @@ class Match:
 class Hit:
     """Blocks loaded for a prompt: their first ``n_tokens`` tokens are its prefix.
 
-    ``n_hot`` and ``n_cold`` say how many of those tokens came from which tier.
+    ``snapshot`` is the one at their end, if the match asked for one. ``n_hot`` and ``n_cold`` say
+    how many of the tokens came from which tier.
     """
 
     blocks: tuple[Block, ...]
     n_tokens: int
+    snapshot: Block | None = None
     n_hot: int = 0
     n_cold: int = 0
 
@@ -288,6 +294,9 @@ class Tier(Protocol):
     def nearest(self, parent: BlockKey, tokens: bytes) -> Partial | None:
         """Child of ``parent`` sharing the longest run of leading ``tokens``, if any shares one."""
 
+    def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:
+        """Children of ``parent`` all of whose tokens lead ``tokens``, longest first."""
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """The leading blocks of ``keys`` that could be read and verified, in order."""
 
@@ -296,8 +305,8 @@ class Tier(Protocol):
 
         Returns how many leading blocks are held afterwards; stops at the first that can't be
         (parent absent, larger than the cap). Known blocks cost nothing and are touched. A block
-        covered by a longer sibling counts as held; a shorter sibling that a new block covers is
-        dropped.
+        covered by a longer sibling counts as held, unless its child comes right behind it; a
+        shorter sibling that a new block covers is dropped, unless it has a child.
         """
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
@@ -333,6 +342,9 @@ class LowerTier(Tier, Protocol):
 
     def missing(self, chain: Chain) -> int:
         """Index of the first block of ``chain`` that should be put here; ``len(keys)`` if none."""
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a block is here."""
 
     def register(self, namespace: Namespace) -> None:
         """Remember what a namespace is; described durably with its first block."""

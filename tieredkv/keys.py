@@ -84,6 +84,11 @@ def chain(root: BlockKey, tokens: Tokens, block_tokens: int) -> Chain:
     return Chain(root, tokens, block_tokens, tuple(keys))
 
 
+def with_snapshot(chain: Chain) -> Chain:
+    """``chain`` with the key of the snapshot at its end."""
+    return replace(chain, keys=(*chain.keys, block_key(chain.keys[-1], b"")))
+
+
 def common_prefix(a: bytes, b: bytes) -> int:
     """Leading tokens that two little-endian int64 token strings share."""
     n = min(len(a), len(b)) // 8
@@ -91,6 +96,12 @@ def common_prefix(a: bytes, b: bytes) -> int:
     y = np.frombuffer(b, "<i8", count=n)
     differ = np.flatnonzero(x != y)
     return int(differ[0]) if len(differ) else n
+
+
+def common_start(a: bytes, b: bytes) -> bytes:
+    """Leading bytes that two byte strings share."""
+    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    return a[: min(n, len(b))]
 
 
 def ordered(tokens: bytes) -> bytes:

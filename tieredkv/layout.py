@@ -1,4 +1,8 @@
-"""mlx-lm cache objects to blocks and back. The only module that knows a cache class.
+"""mlx-lm cache objects to blocks and snapshots and back. The only module that knows a cache class.
+
+A class is *sliced* if every token has rows of its own, which any prefix can be cut from, or
+*whole* if its state is that of one position only: that goes into a snapshot. `_SLICED` and
+`_WHOLE` are the tables; a class that is in neither is refused.
 
 Every function here runs mlx ops: call them on the generation thread only.
 """
@@ -7,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +19,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from tieredkv.core import ITEMSIZE, Block, Refused, TensorSpec
 
@@ -27,9 +40,145 @@ SPARE_TOKENS = 256
 _SPARE_LIMIT = 2048
 
 
+# ---- the classes
+
+
+@dataclass(frozen=True, slots=True)
+class _Sliced:
+    """A class whose arrays have tokens on axis 2 of 4. ``build`` gets them with rows to spare."""
+
+    arrays: Callable[[Any], Sequence[mx.array]]
+    constants: Callable[[Any], Sequence[int]]
+    build: Callable[[Sequence[mx.array], int, Sequence[int]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A class that can be restored only where it was captured. Arrays may be None; ``numbers``
+    are what else changes with the position.
+    """
+
+    arrays: Callable[[Any], Sequence[mx.array | None]]
+    numbers: Callable[[Any], Sequence[int]]
+    constants: Callable[[Any], Sequence[int]]
+    build: Callable[[Sequence[mx.array | None], Sequence[int], int, Sequence[int]], Any]
+
+
+def _keys_and_values(cache: Any) -> Sequence[mx.array]:
+    return cache.keys, cache.values
+
+
+def _none(_: Any) -> Sequence[int]:
+    return ()
+
+
+def _build_kv(arrays: Sequence[mx.array], n_tokens: int, _: Sequence[int]) -> KVCache:
+    return KVCache.from_state((*arrays, n_tokens))
+
+
+def _build_concatenate(
+    arrays: Sequence[mx.array], n_tokens: int, _: Sequence[int]
+) -> ConcatenateKVCache:
+    # It appends behind the last row, so there must be none to spare.
+    return ConcatenateKVCache.from_state(tuple(a[:, :, :n_tokens] for a in arrays))
+
+
+def _quantized_arrays(cache: Any) -> Sequence[mx.array]:
+    return *cache.keys, *cache.values
+
+
+def _build_quantized(
+    arrays: Sequence[mx.array], n_tokens: int, constants: Sequence[int]
+) -> QuantizedKVCache:
+    # Lists, since the class assigns to their items.
+    return QuantizedKVCache.from_state((list(arrays[:3]), list(arrays[3:]), n_tokens, *constants))
+
+
+def _window(cache: RotatingKVCache) -> Sequence[mx.array | None]:
+    """The last ``max_size`` rows, oldest first, with the ``keep`` first ones in front."""
+    return [_last_rows(cache, cache._temporal_order(v)) for v in (cache.keys, cache.values)]
+
+
+def _last_rows(cache: RotatingKVCache, rows: mx.array) -> mx.array:
+    # After a prefill step there are up to a step more of them.
+    extra = rows.shape[2] - cache.max_size
+    if extra <= 0:
+        return rows
+    return mx.concatenate([rows[:, :, : cache.keep], rows[:, :, cache.keep + extra :]], axis=2)
+
+
+def _build_rotating(
+    arrays: Sequence[mx.array | None], _: Sequence[int], n_tokens: int, constants: Sequence[int]
+) -> RotatingKVCache:
+    assert arrays[0] is not None
+    return RotatingKVCache.from_state((*arrays, n_tokens, *constants, arrays[0].shape[2]))
+
+
+def _chunk(cache: ChunkedKVCache) -> Sequence[mx.array | None]:
+    valid = cache.offset - cache.start_position
+    return cache.keys[:, :, :valid], cache.values[:, :, :valid]
+
+
+def _build_chunked(
+    arrays: Sequence[mx.array | None],
+    numbers: Sequence[int],
+    n_tokens: int,
+    constants: Sequence[int],
+) -> ChunkedKVCache:
+    return ChunkedKVCache.from_state((*arrays, n_tokens, *constants, *numbers))
+
+
+def _states(cache: ArraysCache) -> Sequence[mx.array | None]:
+    if cache.left_padding is not None or cache.lengths is not None:
+        raise Refused("padding", "a recurrent layer is in the middle of a padded batch")
+    return list(cache.cache)
+
+
+def _build_arrays(
+    arrays: Sequence[mx.array | None], _: Sequence[int], __: int, ___: Sequence[int]
+) -> ArraysCache:
+    cache = ArraysCache(len(arrays))
+    cache.cache = list(arrays)
+    return cache
+
+
+_SLICED: dict[type, _Sliced] = {
+    KVCache: _Sliced(_keys_and_values, _none, _build_kv),
+    ConcatenateKVCache: _Sliced(_keys_and_values, _none, _build_concatenate),
+    QuantizedKVCache: _Sliced(
+        _quantized_arrays, lambda c: (c.group_size, c.bits), _build_quantized
+    ),
+}
+_WHOLE: dict[type, _Whole] = {
+    RotatingKVCache: _Whole(_window, _none, lambda c: (c.keep, c.max_size), _build_rotating),
+    ChunkedKVCache: _Whole(
+        _chunk, lambda c: (c.start_position,), lambda c: (c.chunk_size,), _build_chunked
+    ),
+    ArraysCache: _Whole(_states, _none, _none, _build_arrays),
+}
+_BY_NAME: dict[str, type] = {c.__name__: c for c in (*_SLICED, *_WHOLE)}
+
+
+def _flat(caches: Sequence[Any]) -> Iterator[Any]:
+    """The caches of all layers with every list of caches taken apart."""
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from _flat(cache.caches)
+        else:
+            yield cache
+
+
+def _shape_of(caches: Sequence[Any]) -> list[Any]:
+    """Nesting of the lists: a number for a cache, a list for a list."""
+    return [_shape_of(c.caches) if type(c) is CacheList else 0 for c in caches]
+
+
+# ---- the layout
+
+
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """One array of a layer that can be sliced by token: ``(1, heads, tokens, width)``."""
+    """One array of a sliced layer: ``(1, heads, tokens, width)``."""
 
     dtype: str
     heads: int
@@ -38,21 +187,26 @@ class LeafSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer's cache class and its leaves in state order."""
+    """A layer's cache class, its constants and, if it is sliced, its arrays in state order."""
 
     kind: str
-    leaves: tuple[LeafSpec, ...]
+    leaves: tuple[LeafSpec, ...] = ()
+    constants: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the caches of a model look like, token count aside. Part of the namespace."""
+    """What the caches of a model look like, token count aside. Part of the namespace.
+
+    ``nesting`` is the JSON of which layers are lists of caches.
+    """
 
     layers: tuple[LayerSpec, ...]
+    nesting: str = ""
 
     def to_json(self) -> str:
         """Canonical JSON: equal layouts give equal strings."""
-        return json.dumps([asdict(x) for x in self.layers], sort_keys=True, separators=(",", ":"))
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
@@ -61,12 +215,23 @@ class Layout:
         Raises:
             ValueError, KeyError, TypeError: not JSON that `to_json` writes.
         """
+        found = json.loads(text)
         return cls(
             tuple(
-                LayerSpec(str(x["kind"]), tuple(LeafSpec(**leaf) for leaf in x["leaves"]))
-                for x in json.loads(text)
-            )
+                LayerSpec(
+                    str(x["kind"]),
+                    tuple(LeafSpec(**leaf) for leaf in x["leaves"]),
+                    tuple(int(c) for c in x["constants"]),
+                )
+                for x in found["layers"]
+            ),
+            str(found["nesting"]),
         )
+
+    @cached_property
+    def is_sliced(self) -> bool:
+        """Whether any prefix can be restored; if not, a hit has to end at a snapshot."""
+        return all(_BY_NAME[layer.kind] in _SLICED for layer in self.layers)
 
     @cached_property
     def groups(self) -> tuple[tuple[LeafSpec, tuple[int, ...]], ...]:
@@ -86,7 +251,10 @@ class Layout:
 
 
 def _dtype_name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
+    name = str(dtype).rpartition(".")[2]
+    if name not in ITEMSIZE:
+        raise Refused("dtype", f"arrays of {name} can't be stored")
+    return name
 
 
 def _dtype(name: str) -> mx.Dtype:
@@ -94,26 +262,28 @@ def _dtype(name: str) -> mx.Dtype:
     return dtype
 
 
-def _leaves(cache: Any) -> tuple[mx.array, ...]:
-    """The arrays of one layer's cache, cut to its offset by nobody yet."""
-    return cache.keys, cache.values
-
-
 def _inspect_layer(cache: Any, n_tokens: int) -> LayerSpec:
     # The exact class: a subclass may keep state that its parent's fields don't show.
-    if type(cache) is not KVCache:
+    kind = _SLICED.get(type(cache)) or _WHOLE.get(type(cache))
+    if kind is None:
         raise Refused("class", f"cache class {type(cache).__name__} is not supported")
-    if cache.keys is None or cache.offset != n_tokens:
-        raise Refused("offset", f"a layer holds {cache.offset} tokens where the key has {n_tokens}")
-    specs = []
-    for leaf in _leaves(cache):
-        if leaf.ndim != 4 or leaf.shape[0] != 1 or leaf.shape[2] < n_tokens:
-            raise Refused("shape", f"a layer's array has shape {leaf.shape}")
-        dtype = _dtype_name(leaf.dtype)
-        if dtype not in ITEMSIZE:
-            raise Refused("dtype", f"arrays of {dtype} can't be stored")
-        specs.append(LeafSpec(dtype, leaf.shape[1], leaf.shape[3]))
-    return LayerSpec(type(cache).__name__, tuple(specs))
+    # A recurrent layer doesn't know its position; the layers beside it do.
+    if cache.empty() or getattr(cache, "offset", n_tokens) != n_tokens:
+        held = 0 if cache.empty() else cache.offset
+        raise Refused("offset", f"a layer holds {held} tokens where the key has {n_tokens}")
+    constants = tuple(kind.constants(cache))
+    leaves = []
+    for array in kind.arrays(cache):
+        if array is None:
+            continue
+        dtype = _dtype_name(array.dtype)
+        if array.ndim == 0 or array.shape[0] != 1:
+            raise Refused("shape", f"a layer's array has shape {array.shape}")
+        if isinstance(kind, _Sliced):
+            if array.ndim != 4 or array.shape[2] < n_tokens:
+                raise Refused("shape", f"a layer's array has shape {array.shape}")
+            leaves.append(LeafSpec(dtype, array.shape[1], array.shape[3]))
+    return LayerSpec(type(cache).__name__, tuple(leaves), constants)
 
 
 def inspect(caches: Sequence[Any], n_tokens: int) -> Layout:
@@ -125,7 +295,9 @@ def inspect(caches: Sequence[Any], n_tokens: int) -> Layout:
     """
     if not caches or n_tokens == 0:
         raise Refused("empty", "no state to store")
-    return Layout(tuple(_inspect_layer(cache, n_tokens) for cache in caches))
+    layers = tuple(_inspect_layer(cache, n_tokens) for cache in _flat(caches))
+    shape = _shape_of(caches)
+    return Layout(layers, json.dumps(shape, separators=(",", ":")) if any(shape) else "")
 
 
 def digest(models: Sequence[Any]) -> str:
@@ -133,7 +305,7 @@ def digest(models: Sequence[Any]) -> str:
     dtypes and a few rows of each.
     """
     h = hashlib.blake2b(digest_size=16)
-    named = [item for model in models for item in _flat(model.parameters())]
+    named = [item for model in models for item in _named(model.parameters())]
     samples: list[Any] = [_sample(array) for _, array in named]
     mx.eval(samples)
     for (name, array), sample in zip(named, samples, strict=True):
@@ -142,7 +314,7 @@ def digest(models: Sequence[Any]) -> str:
     return h.hexdigest()
 
 
-def _flat(parameters: Any) -> list[tuple[str, Any]]:
+def _named(parameters: Any) -> list[tuple[str, Any]]:
     flat: Any = tree_flatten(parameters)
     return list(flat)
 
@@ -166,6 +338,45 @@ def probe(models: Sequence[Any]) -> Layout:
     return inspect(caches, 1)
 
 
+# ---- capture
+
+
+def _leaves(caches: Sequence[Any]) -> list[mx.array]:
+    """Arrays of the sliced layers, in the layout's order."""
+    return [
+        array
+        for cache in _flat(caches)
+        if (kind := _SLICED.get(type(cache)))
+        for array in kind.arrays(cache)
+    ]
+
+
+def _wholes(caches: Sequence[Any]) -> list[tuple[Sequence[mx.array | None], Sequence[int]]]:
+    """Arrays and numbers of the whole layers, in the layout's order."""
+    return [
+        (kind.arrays(cache), kind.numbers(cache))
+        for cache in _flat(caches)
+        if (kind := _WHOLE.get(type(cache)))
+    ]
+
+
+def settle(caches: Sequence[Any], start: int, stop: int) -> None:
+    """Evaluate live caches, which may still have work of the batch before them, and look at the
+    values of the tokens from ``start`` to ``stop``, and of all state that isn't by token.
+
+    Raises:
+        Refused: one of them isn't finite.
+    """
+    leaves = _leaves(caches)
+    states = [a for arrays, _ in _wholes(caches) for a in arrays if a is not None]
+    mx.eval(leaves, states)
+    values = [leaf[0, :, start:stop] for leaf in leaves] + states
+    finite = [mx.all(mx.isfinite(v)) for v in values if mx.issubdtype(v.dtype, mx.floating)]
+    mx.eval(finite)
+    if not all(f.item() for f in finite):
+        raise Refused("nonfinite", "the state holds values that are not finite")
+
+
 def _eval_exact(arrays: list[mx.array]) -> None:
     """Evaluate into buffers of just the arrays' sizes. MLX would otherwise take free ones from
     its pool that are up to twice as large, and the tier would hold more than it counts.
@@ -174,28 +385,12 @@ def _eval_exact(arrays: list[mx.array]) -> None:
     mx.eval(arrays)
 
 
-def _stack(leaves: list[mx.array]) -> mx.array:
+def _stack(arrays: list[mx.array]) -> mx.array:
     """Stack into memory of its own. Stacking one array alone is a view that would pin the batch."""
-    if len(leaves) > 1:
-        return mx.stack(leaves)
-    leaf = leaves[0][None]
-    return mx.concatenate([leaf, leaf[..., :0, :]], axis=-2)
-
-
-def settle(caches: Sequence[Any], start: int, stop: int) -> None:
-    """Evaluate live caches, which may still have work of the batch before them, and look at the
-    values of the tokens from ``start`` to ``stop``.
-
-    Raises:
-        Refused: one of them isn't finite.
-    """
-    leaves = [leaf for cache in caches for leaf in _leaves(cache)]
-    mx.eval(leaves)
-    floats = [leaf for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating)]
-    finite = [mx.all(mx.isfinite(leaf[0, :, start:stop])) for leaf in floats]
-    mx.eval(finite)
-    if not all(f.item() for f in finite):
-        raise Refused("nonfinite", "the state holds values that are not finite")
+    if len(arrays) > 1:
+        return mx.stack(arrays)
+    one = arrays[0][None]
+    return mx.concatenate([one, one[:0]], axis=0)
 
 
 def capture(
@@ -206,14 +401,54 @@ def capture(
     Everything is evaluated, synchronously, when this returns, so that the caches may be written
     to at once and another thread may read the tensors' bytes. Call `settle` first.
     """
-    leaves = [leaf for cache in caches for leaf in _leaves(cache)]
+    leaves = _leaves(caches)
     tensors = [
         tuple(_stack([leaves[i][0, :, a:b] for i in rows]) for _, rows in layout.groups)
         for a, b in spans
     ]
-    flat = [t for span in tensors for t in span]
-    _eval_exact(flat)
+    _eval_exact([t for span in tensors for t in span])
     return tensors
+
+
+class SnapshotPlan:
+    """Where in a snapshot's tensors the arrays of the whole layers go.
+
+    A snapshot's first tensor is an int64 list: for each whole layer the number of its arrays,
+    for each of them the tensor and row it is in (or -1, -1 for None), the number of its numbers,
+    and these. Equal arrays of all layers are stacked in one tensor.
+    """
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        self._groups: dict[tuple[str, tuple[int, ...]], list[mx.array]] = {}
+        self._index: list[int] = []
+        for arrays, numbers in _wholes(caches):
+            self._index.append(len(arrays))
+            for array in arrays:
+                self._index.extend(self._place(array))
+            self._index.extend([len(numbers), *numbers])
+
+    def _place(self, array: mx.array | None) -> tuple[int, int]:
+        if array is None:
+            return -1, -1
+        group = (_dtype_name(array.dtype), tuple(array.shape))
+        rows = self._groups.setdefault(group, [])
+        rows.append(array)
+        return list(self._groups).index(group) + 1, len(rows) - 1
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Tensors of the snapshot."""
+        stacked = [TensorSpec(d, (len(a), *shape)) for (d, shape), a in self._groups.items()]
+        return (TensorSpec("int64", (len(self._index),)), *stacked)
+
+    def capture(self) -> tuple[mx.array, ...]:
+        """Copy the state out of the live caches; evaluated on return."""
+        stacked = [_stack(arrays) for arrays in self._groups.values()]
+        tensors = [mx.array(self._index, mx.int64), *stacked]
+        _eval_exact(tensors)
+        return tuple(tensors)
+
+
+# ---- restore
 
 
 def _as_array(tensor: Any, spec: TensorSpec) -> mx.array:
@@ -249,12 +484,34 @@ def fits(layout: Layout, block: Block) -> bool:
     return block.specs == layout.specs(block.n_tokens)
 
 
-def restore(layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int) -> list[KVCache]:
-    """Private caches that hold the first ``n_tokens`` tokens of ``blocks``.
+def restore(
+    layout: Layout,
+    blocks: Sequence[Block],
+    snapshot: Block | None,
+    n_tokens: int,
+    n_prompt: int,
+) -> list[Any]:
+    """Private caches that hold the first ``n_tokens`` tokens of ``blocks``, evaluated.
 
-    One concatenate per leaf into memory of its own, with rows to spare for the rest of a prompt
-    of ``n_prompt`` tokens and the first generated ones. Evaluated on return.
+    One concatenate per array of a sliced layer into memory of its own, with rows to spare for
+    the rest of a prompt of ``n_prompt`` tokens and the first generated ones. What isn't sliced
+    comes from ``snapshot``, which must be of just ``n_tokens`` tokens.
     """
+    leaves = _join(layout, blocks, n_tokens, n_prompt)
+    wholes = _unpack(snapshot) if snapshot is not None else iter(())
+    caches: list[Any] = []
+    for layer in layout.layers:
+        kind = _BY_NAME[layer.kind]
+        if sliced := _SLICED.get(kind):
+            arrays = [leaves.pop(0) for _ in layer.leaves]
+            caches.append(sliced.build(arrays, n_tokens, layer.constants))
+        else:
+            states, numbers = next(wholes)
+            caches.append(_WHOLE[kind].build(states, numbers, n_tokens, layer.constants))
+    return _nest(json.loads(layout.nesting), caches) if layout.nesting else caches
+
+
+def _join(layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int) -> list[mx.array]:
     parts = [b.tensors for b in adopt(blocks)]
     cut = blocks[-1].n_tokens - (sum(b.n_tokens for b in blocks) - n_tokens)
     parts[-1] = tuple(t[:, :, :cut] for t in parts[-1])
@@ -266,13 +523,26 @@ def restore(layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: in
         for row, i in enumerate(rows):
             leaves[i] = mx.concatenate([*(block[row] for block in per_block), empty], axis=2)
     mx.eval(list(leaves.values()))
-    return _build(layout, leaves, n_tokens)
+    return [leaves[i] for i in range(len(leaves))]
 
 
-def _build(layout: Layout, leaves: dict[int, mx.array], n_tokens: int) -> list[KVCache]:
-    caches = []
-    for i in range(len(layout.layers)):
-        cache = KVCache()
-        cache.keys, cache.values, cache.offset = leaves[2 * i], leaves[2 * i + 1], n_tokens
-        caches.append(cache)
-    return caches
+def _unpack(snapshot: Block) -> Iterator[tuple[list[mx.array | None], list[int]]]:
+    """Arrays, private copies, and numbers of each whole layer."""
+    index_array, *stacked = adopt([snapshot])[0].tensors
+    index = iter(index_array.tolist())
+    layers: list[tuple[list[mx.array | None], list[int]]] = []
+    for n_arrays in index:
+        places = [(next(index), next(index)) for _ in range(n_arrays)]
+        arrays = [None if g < 0 else _own(stacked[g - 1][row]) for g, row in places]
+        layers.append((arrays, [next(index) for _ in range(next(index))]))
+    mx.eval([a for arrays, _ in layers for a in arrays if a is not None])
+    return iter(layers)
+
+
+def _own(array: mx.array) -> mx.array:
+    return mx.concatenate([array, array[:0]], axis=0)
+
+
+def _nest(shape: list[Any], caches: list[Any]) -> list[Any]:
+    """Put lists of caches together again."""
+    return [CacheList(*_nest(s, caches)) if isinstance(s, list) else caches.pop(0) for s in shape]

@@ -220,12 +220,14 @@ class TieredPromptCache:
             return None, 0
         namespace, shape = found
         chain = self._chain(namespace, tokens[:-1])
-        hit = self._store.load(chain, self._store.match(chain))
-        if hit is None:
+        store = self._store
+        match = store.match(chain) if shape.is_sliced else store.match_snapshot(chain)
+        hit = store.load(chain, match)
+        if hit is None or not (shape.is_sliced or hit.snapshot):
             return self._miss("absent")
         if not all(layout.fits(shape, block) for block in hit.blocks):
             return self._miss("layout")
-        caches = layout.restore(shape, hit.blocks, hit.n_tokens, len(tokens))
+        caches = layout.restore(shape, hit.blocks, hit.snapshot, hit.n_tokens, len(tokens))
         self._store.counters.add("hits")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
@@ -239,6 +241,8 @@ class TieredPromptCache:
             base = self._base(model)
             namespace = replace(base, layout=shape.to_json())
             chain = self._chain(namespace, keys.as_tokens(tokens))
+            if not shape.is_sliced:
+                chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
             if lacking:
                 layout.settle(caches, chain.span(lacking.start)[0], len(chain.tokens))
@@ -250,15 +254,24 @@ class TieredPromptCache:
             return
         self._layouts[keys.base_key(base)] = shape
         self._store.register(namespace)
-        specs = [shape.specs(b - a) for a, b in map(chain.span, lacking)]
+        self._store.put(chain, self._captured(chain, lacking, shape, caches), kind)
+        self._store.counters.add("inserts")
+
+    def _captured(
+        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any]
+    ) -> list[Block]:
+        """New blocks of the chain, and its snapshot if it has one, as far as there is room."""
+        plan = layout.SnapshotPlan(caches)
+        specs = [shape.specs(b - a) if b > a else plan.specs() for a, b in map(chain.span, lacking)]
         wanted = lacking[: self._store.admit(chain, specs)]
-        tensors = layout.capture(caches, shape, [chain.span(i) for i in wanted])
-        blocks = [
+        spans = [chain.span(i) for i in wanted]
+        tensors = layout.capture(caches, shape, [(a, b) for a, b in spans if b > a])
+        if spans and spans[-1][0] == spans[-1][1]:
+            tensors.append(plan.capture())
+        return [
             Block(chain.root, chain.parent(i), chain.keys[i], chain.tokens_of(i), spec, t)
             for i, spec, t in zip(wanted, specs, tensors, strict=False)
         ]
-        self._store.put(chain, blocks, kind)
-        self._store.counters.add("inserts")
 
     # ---- names
 

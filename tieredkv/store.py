@@ -25,7 +25,7 @@ from tieredkv.core import (
     TensorSpec,
     TierStats,
 )
-from tieredkv.keys import common_prefix
+from tieredkv.keys import block_key, common_prefix
 from tieredkv.metrics import Counters
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier, held_bytes
@@ -81,6 +81,26 @@ class TieredStore:
             return Match((*found, cool.key), n_tokens + cool.n_tokens, n_hot)
         return Match(found, n_tokens, n_hot)
 
+    def match_snapshot(self, chain: Chain) -> Match:
+        """The longest prefix of ``chain`` that ends at a snapshot, its key last. Writes nothing."""
+        n = self.cold.lookup(chain, self.hot.lookup(chain))
+        for i in range(n, -1, -1):
+            parent, tokens = chain.parent(i), chain.tokens_of(i) if i < len(chain.keys) else b""
+            found = (*self.hot.prefixes(parent, tokens), *self.cold.prefixes(parent, tokens))
+            tails = sorted({p.key: p for p in found}.values(), key=lambda p: -p.n_tokens)
+            ends = [((p.key,), p.n_tokens) for p in tails] + [((), 0)] * bool(i)
+            for last, n_tokens in ends:
+                path = (*chain.keys[:i], *last)
+                snapshot = block_key(path[-1], b"")
+                if self._has(snapshot):
+                    path = (*path, snapshot)
+                    n_hot = len(self.hot.load(path))
+                    return Match(path, i * chain.block_tokens + n_tokens, n_hot)
+        return Match()
+
+    def _has(self, key: BlockKey) -> bool:
+        return bool(self.hot.load([key])) or self.cold.has(key)
+
     def load(self, chain: Chain, match: Match) -> Hit | None:
         """Read the blocks of a match, promoting the cold ones; None if none could be had.
 
@@ -92,8 +112,9 @@ class TieredStore:
         hit = _verified(chain, [*warm, *cool], len(warm))
         if hit is None:
             return None
-        self.hot.touch([hit.blocks[-1].key])
-        self.writer.touch(hit.blocks[-1].key)
+        deepest = hit.snapshot or hit.blocks[-1]
+        self.hot.touch([deepest.key])
+        self.writer.touch(deepest.key)
         return hit
 
     def _promote(self, wanted: Sequence[BlockKey]) -> list[Block]:
@@ -110,6 +131,9 @@ class TieredStore:
     def lacking(self, chain: Chain) -> range:
         """Indices of the blocks of ``chain`` that aren't in the hot tier."""
         start = self.hot.lookup(chain)
+        if start == chain.n_full:
+            # The tail and the snapshot aren't full blocks: those are found by key.
+            start += len(self.hot.load(chain.keys[start:]))
         if start == len(chain.keys) or self._covers(chain, start):
             return range(start, start)
         return range(start, len(chain.keys))
@@ -124,6 +148,8 @@ class TieredStore:
         return n
 
     def _covers(self, chain: Chain, i: int) -> bool:
+        if i < len(chain.keys) - 1 or not chain.tokens_of(i):
+            return False
         tail = chain.tokens_of(i)
         nearest = self.hot.nearest(chain.parent(i), tail)
         return nearest is not None and nearest.n_tokens * 8 == len(tail)
@@ -212,20 +238,28 @@ class TieredStore:
 
 def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
     """The hit that ``blocks`` prove to be: each hangs on the one before and has the prompt's
-    tokens; only the last may go on differently, and counts up to there.
+    tokens; only the last may go on differently, and counts up to there. A snapshot ends it.
     """
-    shared = 0
-    lengths: list[int] = []
-    for i, block in enumerate(blocks[: len(chain.keys)]):
-        if block.parent != chain.parent(i):
+    tokens = chain.tokens.astype("<i8", copy=False).tobytes()
+    used: list[Block] = []
+    snapshot = None
+    n_tokens = n_hot = 0
+    parent = chain.root
+    for i, block in enumerate(blocks):
+        if block.parent != parent:
             break
-        shared = common_prefix(block.tokens, chain.tokens_of(i))
+        if not block.tokens:
+            snapshot = block
+            break
+        shared = common_prefix(block.tokens, tokens[n_tokens * 8 :])
         if not shared:
             break
-        lengths.append(shared)
+        used.append(block)
+        n_tokens += shared
+        n_hot += shared if i < n_warm else 0
         if shared < block.n_tokens:
             break
-    if not lengths:
+        parent = block.key
+    if not used:
         return None
-    n_hot = sum(lengths[:n_warm])
-    return Hit(tuple(blocks[: len(lengths)]), sum(lengths), n_hot, sum(lengths) - n_hot)
+    return Hit(tuple(used), n_tokens, snapshot, n_hot, n_tokens - n_hot)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from tieredkv.core import BlockKey, CorruptBlob, Problem
 from tieredkv.tiers.ledger import Rows
@@ -104,17 +103,6 @@ def _child_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
     }
     held = {row + key for row, key in rows.rows("child")}
     yield from _differences(wanted, held, "child row")
-    yield from _covered(count)
-
-
-def _covered(count: _Count) -> Iterator[tuple[str, str]]:
-    """Tails that a longer sibling covers: they should have been dropped."""
-    siblings = sorted((record.parent, record.tokens, key) for key, record in count.records.items())
-    # In byte order, whatever lies between a string and one that it is a prefix of begins with
-    # it too, so looking at the next is enough.
-    for (parent, tokens, key), (beside, longer, _) in pairwise(siblings):
-        if parent == beside and longer.startswith(tokens):
-            yield key.hex(), "a longer sibling covers it"
 
 
 def _piece_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -168,6 +169,18 @@ class _Reading:
 
         return self._read(search, None)
 
+    def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:
+        """See ``Tier.prefixes``."""
+
+        def search(rows: Rows) -> list[Partial]:
+            return [
+                Partial(node.key, len(node.record.tokens) // 8)
+                for node in rows.leading(parent, tokens)
+                if node.key not in self._condemned
+            ]
+
+        return self._read(search, [])
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """See ``Tier.load``. Blobs are copied in one read transaction, decoded after it."""
         pool = self._pool
@@ -202,6 +215,10 @@ class _Reading:
             return next(bad, low)
 
         return self._read(search, 0)
+
+    def has(self, key: BlockKey) -> bool:
+        """Whether a block is in the store."""
+        return key not in self._condemned and self._read(lambda rows: rows.has(key), False)
 
     def layouts(self, base: BlockKey) -> list[str]:
         """Layout, as JSON, of every namespace in the store whose base key is ``base``."""
@@ -373,20 +390,23 @@ def _is_sound(key: BlockKey, rows: Rows) -> bool:
 def _holds(rows: Rows, chain: Chain, i: int) -> bool:
     if rows.has(chain.keys[i]):
         return True
-    is_tail = i == chain.n_full
+    # What has a snapshot behind it must be here itself.
+    is_tail = i == chain.n_full == len(chain.keys) - 1
     return is_tail and _is_covered(rows, chain.root, chain.parent(i), chain.tokens_of(i))
 
 
 def _is_covered(rows: Rows, root: BlockKey, parent: BlockKey, tokens: bytes) -> bool:
     # Without the parent there is no sibling, which is the common case and cheaper to see.
+    if not tokens:
+        return False
     if parent != root and not rows.has(parent):
         return False
     return _cover(rows.neighbours(parent, tokens), tokens) is not None
 
 
 def _cover(beside: Sequence[Node], tokens: bytes) -> BlockKey | None:
-    """The block among ``beside`` that has all of ``tokens`` and more."""
-    for node in beside:
+    """The block among ``beside`` that has all of ``tokens``, if any, and more."""
+    for node in beside if tokens else ():
         longer = node.record.tokens
         if len(longer) > len(tokens) and longer.startswith(tokens):
             return node.key
@@ -493,7 +513,8 @@ class ColdTier(_Reading):
             # What is deleted first must be encoded as well.
             self._write(lambda _ledger, _done: None)
         absent = [False] * len(blocks)
-        known = self._read(lambda rows: [_is_held(rows, block) for block in blocks], absent)
+        ends = _ends(blocks)
+        known = self._read(lambda rows: [*map(partial(_is_held, rows), blocks, ends)], absent)
         cap = self.cap_bytes or self._wanted_cap
         terms = _terms(blocks, known, cap)
         held = 0
@@ -517,9 +538,10 @@ class ColdTier(_Reading):
         """The next batch, and why it ends before a block if that can't be encoded."""
         batch: list[_Item] = []
         n_bytes = 0
+        ends = _ends(blocks)
         for i in range(start, len(blocks)):
             block = blocks[i]
-            is_last = i + 1 == len(blocks) or blocks[i + 1].parent != block.key
+            is_last = ends[i]
             if known[i]:
                 batch.append(_Item(block, None, b"", is_last))
                 continue
@@ -534,7 +556,7 @@ class ColdTier(_Reading):
 
     def _blob(self, block: Block) -> bytes | str:
         """The encoded block, or why it can't be stored."""
-        if block.n_bytes > MAX_RAW_BYTES or not 0 < block.n_tokens <= MAX_TOKENS:
+        if block.n_bytes > MAX_RAW_BYTES or block.n_tokens > MAX_TOKENS:
             return "too_large"
         try:
             blob = self._codec.encode(block)
@@ -562,7 +584,7 @@ class ColdTier(_Reading):
         if not _has_parent(ledger, block):
             return "orphan"
         beside = ledger.neighbours(block.parent, block.tokens)
-        cover = _cover(beside, block.tokens)
+        cover = _cover(beside, block.tokens) if item.is_last_of_chain else None
         if cover is not None:
             ledger.touch(cover)
             return ""
@@ -697,10 +719,15 @@ def _terms(blocks: Sequence[Block], known: Sequence[bool], cap_bytes: int) -> _T
     return _Terms(spared, _MAX_EVICTED_BYTES if fits else 0)
 
 
-def _is_held(rows: Rows, block: Block) -> bool:
+def _ends(blocks: Sequence[Block]) -> list[bool]:
+    """For each block whether its child isn't the next one: only such may be left to a cover."""
+    return [block.key != after.parent for block, after in pairwise(blocks)] + [True]
+
+
+def _is_held(rows: Rows, block: Block, is_last: bool) -> bool:
     if rows.has(block.key):
         return True
-    return _is_covered(rows, block.root, block.parent, block.tokens)
+    return is_last and _is_covered(rows, block.root, block.parent, block.tokens)
 
 
 def _has_parent(ledger: Ledger, block: Block) -> bool:
@@ -733,7 +760,8 @@ def _supersede(ledger: Ledger, beside: Sequence[Node], tokens: bytes) -> int:
     covered = [
         node.key
         for node in beside
-        if tokens.startswith(node.record.tokens)
+        if node.record.tokens
+        and tokens.startswith(node.record.tokens)
         # It may have been evicted to make room.
         and ledger.has(node.key)
         and not ledger.use(node.key).children

@@ -12,7 +12,6 @@ import mmap
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import mlx.core as mx
 
@@ -27,6 +26,10 @@ def held_bytes(specs: Iterable[TensorSpec]) -> int:
     """Bytes that MLX's allocator holds for tensors of these specs."""
     sizes = (spec.n_bytes for spec in specs)
     return sum(n if n <= _GRANULE else -(-n // _GRANULE) * _GRANULE for n in sizes)
+
+
+# Greater than any key of 32 bytes.
+_AFTER_ALL = BlockKey(b"\xff" * 33)
 
 
 class _Node:
@@ -141,6 +144,27 @@ class HotTier:
                     best = Partial(key, shared)
             return best
 
+    def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:
+        """See `core.Tier.prefixes`."""
+        found: list[Partial] = []
+        with self._lock:
+            siblings = self._siblings.get(parent, [])
+            order = keys.ordered(tokens)
+            # Whatever leads the query stands before it, and before all else that shares as much:
+            # a neighbour that doesn't lead it says how much shorter the next candidate must be.
+            while order:
+                i = bisect_left(siblings, (order, _AFTER_ALL))
+                if not i:
+                    break
+                other, key = siblings[i - 1]
+                if order.startswith(other):
+                    if other:
+                        found.append(Partial(key, self._nodes[key].block.n_tokens))
+                    order = other[:-1]
+                else:
+                    order = keys.common_start(order, other)
+            return found
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """See `core.Tier.load`."""
         with self._lock:
@@ -199,9 +223,24 @@ class HotTier:
             for i, block in enumerate(blocks):
                 if block.key not in self._nodes and block.key not in admitted:
                     return i
-                if not self._place(arrays.get(block.key, block), kind):
+                ends = i + 1 == len(blocks) or blocks[i + 1].parent != block.key
+                cover = self._cover(block.parent, block.tokens) if ends else None
+                if cover is not None:
+                    self._rise(cover, kind)
+                elif not self._place(arrays.get(block.key, block), kind):
                     return i
             return len(blocks)
+
+    def _cover(self, parent: BlockKey, tokens: bytes) -> _Node | None:
+        """The child of ``parent`` that has all of ``tokens`` and more."""
+        if not tokens:
+            return None
+        order = keys.ordered(tokens)
+        for key in self._neighbours(parent, order):
+            node = self._nodes[key]
+            if len(node.order) > len(order) and node.order.startswith(order):
+                return node
+        return None
 
     def _place(self, block: Block, kind: str) -> bool:
         node = self._nodes.get(block.key)
@@ -214,10 +253,7 @@ class HotTier:
         covered: list[_Node] = []
         for key in self._neighbours(block.parent, order):
             sibling = self._nodes[key]
-            if sibling.order.startswith(order):
-                self._rise(sibling, kind)
-                return True
-            if order.startswith(sibling.order):
+            if sibling.order and order.startswith(sibling.order) and not sibling.children:
                 covered.append(sibling)
                 kind = policy.protect(kind, sibling.kind)
         if self._n_bytes + held_bytes(block.specs) > self._cap:
@@ -387,11 +423,7 @@ class HotTier:
         node = self._nodes.get(chain.keys[last])
         if node is not None:
             return node
-        order = keys.ordered(chain.tokens_of(last))
-        for key in self._neighbours(chain.parent(last), order):
-            if self._nodes[key].order.startswith(order):
-                return self._nodes[key]
-        return None
+        return self._cover(chain.parent(last), chain.tokens_of(last))
 
     def _forget(self, entry: BlockKey) -> None:
         anchor, _ = self._entries.pop(entry)
@@ -535,9 +567,6 @@ class HotTier:
                 yield parent.hex(), "its list of children is wrong"
             if parent in self._nodes and self._nodes[parent].children != len(rows):
                 yield parent.hex(), "its number of children is wrong"
-            for (a, _), (b, _) in pairwise(rows):
-                if b.startswith(a):
-                    yield parent.hex(), "a child is covered by a longer one"
         if self._siblings.keys() != children.keys():
             yield "children", "lists of children without a child"
 

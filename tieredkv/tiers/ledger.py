@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tieredkv.core import BlockKey, CorruptBlob
+from tieredkv.keys import common_start
 from tieredkv.tiers.records import (
+    CHILD_ID_BYTES,
     LAST_USE_BYTES,
     PIECE_BYTES,
     SEGMENT_BYTES,
@@ -195,6 +197,31 @@ class Rows:
                 break
             # Children that have all of this segment share more than any beside them.
         return beside
+
+    def leading(self, parent: bytes, tokens: bytes) -> list[Node]:
+        """Children of ``parent`` all of whose tokens lead ``tokens``, longest first; no snapshot.
+
+        Whatever leads a string stands before it, and is not longer than what the string shares
+        with its neighbour: so each step finds one, or cuts the string.
+        """
+        cursor = self._txn.cursor(self._dbs.child)
+        found: list[Node] = []
+        for level, before, segment in reversed(list(segments(tokens))):
+            group = child_group(parent, level, before)
+            # A child ends in the row whose segment isn't full.
+            probe = segment[: SEGMENT_BYTES - 1]
+            while (row := _last_upto(cursor, group, probe)) is not None:
+                other, key = row
+                if not probe.startswith(other):
+                    probe = common_start(probe, other)
+                    continue
+                node = Node(BlockKey(key), self._child(key))
+                if node.record.tokens and tokens.startswith(node.record.tokens):
+                    found.append(node)
+                if not other:
+                    break
+                probe = other[:-1]
+        return found
 
     def first_child(self, parent: bytes) -> BlockKey | None:
         """Any child of ``parent``."""
@@ -381,6 +408,16 @@ class Ledger(Rows):
             self._txn.delete(record.root, db=self._dbs.namespace)
             return
         self._txn.put(record.root, pack_namespace(left, base, description), db=self._dbs.namespace)
+
+
+def _last_upto(cursor: Any, group: bytes, segment: bytes) -> tuple[bytes, bytes] | None:
+    """Segment and child of the last row of ``group`` whose segment is at most ``segment``."""
+    found = cursor.set_range(group + segment + b"\x00" + b"\xff" * (CHILD_ID_BYTES + 1))
+    stepped = cursor.prev() if found else cursor.last()
+    row = bytes(cursor.key()) if stepped else b""
+    if not row.startswith(group):
+        return None
+    return row[len(group) : -CHILD_ID_BYTES - 1], bytes(cursor.value())
 
 
 def _has_segment(row: Any, group: bytes, segment: bytes) -> bool:

@@ -22,6 +22,10 @@ class NullTier:
         """None."""
         return None
 
+    def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:  # noqa: ARG002
+        """None."""
+        return []
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:  # noqa: ARG002
         """No blocks."""
         return []
@@ -43,6 +47,10 @@ class NullTier:
     def missing(self, chain: Chain) -> int:
         """Wants nothing."""
         return len(chain.keys)
+
+    def has(self, key: BlockKey) -> bool:  # noqa: ARG002
+        """No."""
+        return False
 
     def register(self, namespace: Namespace) -> None:
         """Describes nothing."""

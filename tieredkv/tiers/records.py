@@ -22,6 +22,7 @@ MAX_PIECES = 1 << 16
 MAX_RAW_BYTES = 1 << 32
 MAX_TOKENS = 4096
 SEGMENT_BYTES = 400
+CHILD_ID_BYTES = 8
 LAST_USE_BYTES = 8
 
 _RECORD = struct.Struct("<II32s32s16sIIQQQ")
@@ -84,7 +85,7 @@ class Record:
         record = cls(BlockKey(root), BlockKey(parent), tokens, raw, blob, checksum, created)
         sound = (
             len(tokens) == n_tokens * 8
-            and 0 < n_tokens <= MAX_TOKENS
+            and n_tokens <= MAX_TOKENS
             and n_pieces == record.n_pieces
             and 0 < n_pieces <= MAX_PIECES
             and raw <= MAX_RAW_BYTES
@@ -235,6 +236,6 @@ def segments(tokens: bytes) -> Iterator[tuple[int, bytes, bytes]]:
 def child_rows(parent: bytes, key: bytes, tokens: bytes) -> list[bytes]:
     """Keys of a block in ``child``, one a level, each at most 450 bytes (LMDB allows 511)."""
     return [
-        child_group(parent, level, before) + segment + b"\0" + key[:8]
+        child_group(parent, level, before) + segment + b"\0" + key[:CHILD_ID_BYTES]
         for level, before, segment in segments(tokens)
     ]

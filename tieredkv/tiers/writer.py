@@ -155,7 +155,10 @@ class Writer:
             return batch
         blocks = self._jobs[0]
         size = 0
-        while blocks and (not batch or size + blocks[0].n_bytes <= _BATCH_BYTES):
+        # A snapshot goes with its block, which the tier might leave to a longer one otherwise.
+        while blocks and (
+            not batch or size + blocks[0].n_bytes <= _BATCH_BYTES or not blocks[0].tokens
+        ):
             size += blocks[0].n_bytes
             batch.append(blocks.popleft())
         if not blocks:
