@@ -27,6 +27,7 @@ LAYERS = (
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.writer"),
     ("store",),
     ("prompt_cache",),
+    ("prefill",),
     ("server",),
     ("cli",),
     ("__main__",),
@@ -37,7 +38,7 @@ EMPTY = "tiers.__init__"
 
 # The only modules that may import these libraries.
 ROOMS = {
-    "mlx": ("layout", "tiers.hot", "prompt_cache", "server"),
+    "mlx": ("layout", "tiers.hot", "prompt_cache", "prefill", "server"),
     "mlx_lm": ("layout", "prompt_cache", "server"),
     "lmdb": ("tiers.environment", "tiers.health"),
 }

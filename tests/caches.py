@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from tieredkv import keys
 from tieredkv.core import Block, Chain, Namespace, TensorSpec
@@ -55,6 +56,24 @@ def holds(caches: Sequence[KVCache], tokens: Sequence[int], dtype: mx.Dtype = mx
             if got.dtype != dtype or not mx.array_equal(got, want).item():
                 return False
     return True
+
+
+def make_hybrid(tokens: Sequence[int]) -> list[Any]:
+    """Caches of an attention layer and of a recurrent one, whose state is the last tag."""
+    recurrent = ArraysCache(2)
+    recurrent[1] = mx.full((1, 3, 5), float(tags(tokens)[-1]))
+    return [*make(tokens, layers=1), recurrent]
+
+
+def holds_hybrid(caches: Sequence[Any], tokens: Sequence[int]) -> bool:
+    """Whether both layers hold exactly the state of ``tokens``."""
+    attention, recurrent = caches
+    want = make_hybrid(tokens)[1]
+    return (
+        holds([attention], tokens)
+        and recurrent[0] is None
+        and mx.array_equal(recurrent[1], want[1]).item()
+    )
 
 
 def chain(tokens: Sequence[int], block_tokens: int = 4, model: str = "model") -> Chain:

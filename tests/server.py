@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -61,6 +62,23 @@ class Server:
                 return int(r.status)
         except urllib.error.HTTPError as e:
             return e.code
+
+    def leave_at(self, part: float, messages: list[dict[str, str]], seed: int | None) -> int:
+        """Send a streamed chat request and drop its connection once ``part`` of the prompt is
+        computed; returns how many tokens of it then are.
+        """
+        body = {"messages": messages, "stream": True, "max_tokens": 2, "seed": seed}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/chat/completions", json.dumps(body).encode()
+        )
+        with urllib.request.urlopen(request, timeout=300) as response:
+            for line in response:
+                if not line.startswith(b": keepalive"):
+                    continue
+                done, total = map(int, line.split()[-1].split(b"/"))
+                if done >= part * total:
+                    return done
+        raise RuntimeError("the prompt was computed before the connection could be dropped")
 
     def kill(self) -> None:
         """SIGKILL: no handler runs."""

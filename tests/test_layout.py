@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import caches
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -122,23 +125,137 @@ def test_two_restores_share_nothing() -> None:
     assert caches.holds(layout.restore(shape, blocks, None, 6, 7), tokens)
 
 
+def filled(kind: str, n: int) -> Any:
+    """A cache of each class as a model leaves it after ``n`` tokens, in steps of 5 and then 1."""
+    cache: Any = {
+        "kv": KVCache,
+        "concatenate": ConcatenateKVCache,
+        "quantized": lambda: QuantizedKVCache(group_size=32, bits=4),
+        "rotating": lambda: RotatingKVCache(max_size=8),
+        "rotating, keeping": lambda: RotatingKVCache(max_size=8, keep=2),
+        "chunked": lambda: ChunkedKVCache(8),
+        "list": lambda: CacheList(KVCache(), CacheList(RotatingKVCache(max_size=8), KVCache())),
+        "arrays": lambda: ArraysCache(3),
+    }[kind]()
+    for leaf in leaves_of(cache):
+        feed(leaf, 0, n)
+    return cache
+
+
+def leaves_of(cache: Any) -> list[Any]:
+    if isinstance(cache, CacheList):
+        return [leaf for c in cache.caches for leaf in leaves_of(c)]
+    return [cache]
+
+
+def feed(cache: Any, start: int, stop: int) -> list[mx.array]:
+    """Rows ``start`` to ``stop`` as a model would add them; what attention then sees each time."""
+    seen = []
+    while start < stop:
+        step = 5 if start % 2 == 0 and start + 5 <= stop else 1
+        x = mx.random.normal((1, 2, step, 32), key=mx.random.key(start))
+        if isinstance(cache, ArraysCache):
+            cache[0], cache[2] = x[:, 0, -1], x * 2
+        else:
+            if isinstance(cache, ChunkedKVCache):
+                cache.maybe_trim_front()
+            seen += [a for _, a in tree_flatten(cache.update_and_fetch(x, x + 1))]
+        start += step
+    return seen
+
+
+KINDS = [
+    *("kv", "concatenate", "quantized", "rotating", "rotating, keeping", "chunked", "list"),
+    "arrays",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 6, 8, 11, 24])
+def test_every_class_goes_on_as_if_it_had_never_left(kind: str, n: int) -> None:
+    """The contract of a class: what attention sees after a restore is what it would have seen."""
+    live = [filled(kind, n)]
+    shape = layout.inspect(live, n)
+    layout.settle(live, 0, n)
+    k = BlockKey(b"")
+    (tensors,) = layout.capture(live, shape, [(0, n)])
+    block = Block(k, k, k, bytes(8 * n), shape.specs(n), tensors)
+    plan = layout.SnapshotPlan(live)
+    snapshot = Block(k, k, k, b"", plan.specs(), plan.capture())
+    assert [tuple(t.shape) for t in snapshot.tensors] == [s.shape for s in snapshot.specs]
+    (restored,) = layout.restore(shape, [block], snapshot, n, n + 1)
+    assert type(restored) is type(live[0])
+    for before, after in zip(leaves_of(live[0]), leaves_of(restored), strict=True):
+        want, got = feed(before, n, n + 13), feed(after, n, n + 13)
+        assert len(want) == len(got)
+        assert all(same_rows(a, b) for a, b in zip(want, got, strict=True))
+        if isinstance(before, ArraysCache):
+            assert after[1] is None
+            assert all(mx.array_equal(before[i], after[i]).item() for i in (0, 2))
+
+
+def same_rows(a: mx.array, b: mx.array) -> bool:
+    """Equal up to the order of rows: a ring that has wrapped may start elsewhere."""
+
+    def order(x: mx.array) -> list[bytes]:
+        return sorted(bytes(memoryview(mx.contiguous(x[0, :, i]))) for i in range(x.shape[2]))
+
+    return a.shape == b.shape and order(a) == order(b)
+
+
+def test_a_restored_snapshot_is_private() -> None:
+    """Two requests from one snapshot must not see each other's steps."""
+    live = [filled("arrays", 3), filled("rotating", 3)]
+    shape = layout.inspect(live, 3)
+    plan = layout.SnapshotPlan(live)
+    k = BlockKey(b"")
+    snapshot = Block(k, k, k, b"", plan.specs(), plan.capture())
+    block = Block(k, k, k, bytes(24), (), ())
+    first = layout.restore(shape, [block], snapshot, 3, 4)
+    feed(first[1], 3, 12)
+    first[0][0][...] = 7
+    mx.eval(first[0][0])
+    again = layout.restore(shape, [block], snapshot, 3, 4)
+    assert mx.array_equal(again[0][0], live[0][0]).item()
+    assert again[1].offset == 3
+
+
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: QuantizedKVCache(),
-        lambda: RotatingKVCache(max_size=16),
-        lambda: ArraysCache(2),
-        lambda: CacheList(KVCache()),
-        lambda: ChunkedKVCache(16),
-        lambda: ConcatenateKVCache(),
         lambda: type("Subclass", (KVCache,), {})(),
+        lambda: type("Unknown", (), {"offset": 2, "keys": None})(),
+        lambda: CacheList(KVCache(), type("Subclass", (KVCache,), {})()),
     ],
 )
 def test_other_classes_are_refused(make) -> None:
     """State that can't be proven restorable must not be stored: a hit would change the output."""
-    with pytest.raises(Refused) as e:
+    with pytest.raises(Refused):
         layout.inspect([*caches.make([1, 2]), make()], 2)
-    assert e.value.reason == "class"
+
+
+def test_bits_and_windows_are_part_of_the_layout() -> None:
+    """State of 4 bits read as 8, or of another window, is another state."""
+    layouts = {
+        layout.inspect([cache], 3).to_json()
+        for cache in (
+            filled("quantized", 3),
+            filled("rotating", 3),
+            filled("rotating, keeping", 3),
+            filled("kv", 3),
+            filled("list", 3),
+        )
+    }
+    assert len(layouts) == 5
+
+
+def test_a_recurrent_layer_in_a_padded_batch_is_refused() -> None:
+    """Its state isn't that of the prompt's tokens alone."""
+    cache = filled("arrays", 3)
+    cache.prepare(lengths=[2])
+    with pytest.raises(Refused) as e:
+        layout.inspect([cache], 3)
+    assert e.value.reason == "padding"
 
 
 @pytest.mark.parametrize("n", [3, 5])

@@ -20,7 +20,7 @@ import pytest
 from caches import MODEL
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
+from mlx_lm.models.cache import KVCache
 
 from tieredkv import TieredPromptCache
 
@@ -315,11 +315,11 @@ def test_state_that_can_not_be_stored_is_refused_counted_and_logged_once(
     cache: TieredPromptCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A hybrid model must run as without a cache, and its owner must be told why."""
-    quantized = QuantizedKVCache()
-    quantized.update_and_fetch(mx.zeros((1, 1, 3, 64)), mx.zeros((1, 1, 3, 64)))
+    (unknown,) = caches.make([1, 2, 3], layers=1)
+    unknown.__class__ = type("Unknown", (KVCache,), {})
     with caplog.at_level(logging.WARNING, "tieredkv"):
         for _ in range(3):
-            cache.insert_cache(MODEL, [1, 2, 3], [quantized])
+            cache.insert_cache(MODEL, [1, 2, 3], [unknown])
     assert cache.stats().refused == {"class": 3}
     assert len(caplog.records) == 1
     assert hit(cache, [1, 2, 3]) == 0

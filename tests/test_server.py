@@ -201,6 +201,37 @@ def test_a_signal_ends_the_server_quickly_in_the_middle_of_a_request(
         assert time.monotonic() - started < 10
 
 
+@PATHS
+def test_penalties_see_the_cached_tokens(server: Server, path: dict[str, int]) -> None:
+    """A penalty that forgets what came from the cache changes the answer with each hit."""
+    kw = {"extra_body": {"repetition_penalty": 1.8, "repetition_context_size": 200}, **path}
+    messages = [{"role": "user", "content": f"Ships, ships, ships and ships. Repeat. {path}"}]
+    first, n, cached = ask(server, messages, max_tokens=12, **kw)
+    assert cached < n - 1
+    assert ask(server, messages, max_tokens=12, **kw) == (first, n, n - 1)
+
+
+@pytest.mark.parametrize("seed", [None, 7], ids=["batched", "sequential"])
+@pytest.mark.parametrize("end", ["kill", "disconnect"])
+def test_a_prefill_cut_short_loses_at_most_a_checkpoint(
+    smollm2: Path, tmp_path: Path, seed: int | None, end: str
+) -> None:
+    """Minutes of prefill would be done again because of a crash or an impatient client."""
+    flags = ("--prefill-checkpoint", "16", "--prefill-step-size", "16")
+    folder, log = tmp_path / "cache", tmp_path / "log"
+    with Server(smollm2, folder, log, *flags) as s:
+        done = s.leave_at({"kill": 0.7, "disconnect": 0.3}[end], MESSAGES, seed)
+        if end == "disconnect":
+            _, n, cached = ask(s, max_tokens=1, seed=seed)
+            assert n - 1 > cached >= done - 16
+            return
+        s.kill()
+    with Server(smollm2, folder, log, *flags) as s:
+        _, n, cached = ask(s, max_tokens=1, seed=seed)
+        # One checkpoint may have been on its way to the disk.
+        assert n - 1 > cached >= done - 32
+
+
 def test_a_second_signal_ends_it_at_once_and_without_a_crash(smollm2: Path, tmp_path: Path) -> None:
     """An interrupt in the middle of ending left mlx running under a dying interpreter."""
     with Server(smollm2, tmp_path / "cache", tmp_path / "log") as s:

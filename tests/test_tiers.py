@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import caches
@@ -90,6 +91,25 @@ def test_nearest_finds_the_longest_common_prefix_of_the_children(tier: Tier) -> 
     assert tier.nearest(parent, raw) == Partial(second.keys[1], 2)
     assert tier.nearest(parent, caches.chain([8]).tokens_of(0)) is None
     assert tier.nearest(second.keys[1], raw) is None
+
+
+def test_prefixes_are_the_children_that_lead_a_query_longest_first(tier: Tier) -> None:
+    """Only where such a child ends can state that isn't sliced have been captured."""
+    by_length = {}
+    for tokens in ([5], [5, 6, 7], [5, 6, 9], [8]):
+        c = caches.chain([1, 2, 3, 4, *tokens])
+        snapshot = keys.with_snapshot(c)
+        blocks = caches.blocks(c)
+        empty = replace(blocks[0], parent=c.keys[-1], key=snapshot.keys[-1], tokens=b"")
+        assert tier.put([*blocks, empty]) == 3
+        by_length[len(tokens), tokens[-1]] = c.keys[1]
+    query = caches.chain([5, 6, 7, 8]).tokens_of(0)
+    assert tier.prefixes(c.keys[0], query) == [
+        Partial(by_length[3, 7], 3),
+        Partial(by_length[1, 5], 1),
+    ]
+    assert tier.prefixes(c.keys[0], b"") == []
+    assert tier.prefixes(c.keys[1], query) == []
 
 
 def test_load_stops_at_the_first_absent_block(tier: Tier) -> None:

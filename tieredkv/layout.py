@@ -262,14 +262,20 @@ def _dtype(name: str) -> mx.Dtype:
     return dtype
 
 
+def _is_empty(cache: Any) -> bool:
+    # A recurrent layer may use some of its slots only, and not the first.
+    arrays = cache.cache if isinstance(cache, ArraysCache) else [cache.keys]
+    return all(a is None for a in arrays)
+
+
 def _inspect_layer(cache: Any, n_tokens: int) -> LayerSpec:
     # The exact class: a subclass may keep state that its parent's fields don't show.
     kind = _SLICED.get(type(cache)) or _WHOLE.get(type(cache))
     if kind is None:
         raise Refused("class", f"cache class {type(cache).__name__} is not supported")
     # A recurrent layer doesn't know its position; the layers beside it do.
-    if cache.empty() or getattr(cache, "offset", n_tokens) != n_tokens:
-        held = 0 if cache.empty() else cache.offset
+    held = 0 if _is_empty(cache) else getattr(cache, "offset", n_tokens)
+    if held != n_tokens:
         raise Refused("offset", f"a layer holds {held} tokens where the key has {n_tokens}")
     constants = tuple(kind.constants(cache))
     leaves = []

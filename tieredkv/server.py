@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -24,6 +25,7 @@ import mlx.core as mx
 from mlx_lm import server as upstream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from tieredkv import prefill
 from tieredkv.core import default_cold_dir
 from tieredkv.prompt_cache import TieredPromptCache
 
@@ -35,9 +37,13 @@ UPSTREAM_VERSION = "0.32.2"
 # Share of the machine's memory that the hot tier may take if no cap is given.
 _HOT_SHARE = 8
 _COLD_BYTES = 16 << 30
+_CHECKPOINT_TOKENS = 2048
 
 # How long a signal waits for the step under way before the process ends without it.
 _STOP_SECONDS = 5.0
+
+# Upstream's own, before `_serve_single` puts another in its place.
+_stream_generate = upstream.stream_generate
 
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -108,6 +114,14 @@ def parser() -> argparse.ArgumentParser:
         "readable by whoever can read it.",
     )
     group.add_argument(
+        "--prefill-checkpoint",
+        type=int,
+        default=_CHECKPOINT_TOKENS,
+        metavar="N",
+        help="Store long prompts every N tokens while they are computed, so that at most N are "
+        "lost to a crash or a client that leaves; 0 for only at the end (default: %(default)s)",
+    )
+    group.add_argument(
         "--prompt-cache-disk-bytes",
         type=size,
         default=_COLD_BYTES,
@@ -132,6 +146,19 @@ class TieredModelProvider(upstream.ModelProvider):
         self._prompt_cache.bind(self.model_key, *models)
 
 
+class _Tap:
+    """A response queue that notes the request's context as it goes by."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.context: Any = None
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, upstream.GenerationContext):
+            self.context = item
+        self._queue.put(item)
+
+
 class TieredResponseGenerator(upstream.ResponseGenerator):
     """Upstream's generation loop, made to end quickly and to refuse what would kill it."""
 
@@ -150,7 +177,47 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         prompt = tokenized[0]
         if not prompt or not all(isinstance(token, int) for token in prompt):
             raise ValueError("The prompt must be text that is not empty.")
-        return tokenized
+        _, segments, types, *_ = tokenized
+        every = self.cli_args.prefill_checkpoint
+        if every:
+            segments, types = prefill.cut(segments, types, every)
+        return (prompt, segments, types, *tokenized[3:])
+
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        """Upstream's, whose prefill is stored as it goes and stopped with its request.
+
+        Upstream makes context, caches and progress callback in the middle of its method; they
+        come by on their way to the response queue and to `stream_generate`.
+        """
+        tap = _Tap(request[0])
+        with mock.patch.object(upstream, "stream_generate", partial(self._follow, tap)):
+            super()._serve_single((tap, *request[1:]), stream)
+
+    def _follow(self, tap: _Tap, **kwargs: Any) -> Iterator[Any]:
+        context = tap.context
+        if context is not None and kwargs.get("input_embeddings") is None:
+            every = self.cli_args.prefill_checkpoint
+            follower = prefill.SequentialPrefill(
+                self.prompt_cache,
+                self.model_provider.model_key,
+                context.prompt,
+                context.prompt_cache_count,
+                kwargs["prompt_cache"],
+                lambda: context._should_stop,
+                every,
+            )
+            report = kwargs["prompt_progress_callback"]
+
+            def progress(processed: int, total: int) -> None:
+                report(processed, total)
+                follower.progress(processed, total)
+
+            kwargs["prompt_progress_callback"] = progress
+            kwargs["logits_processors"] = follower.seeing_all(kwargs["logits_processors"])
+            if every:
+                kwargs["prefill_step_size"] = min(kwargs["prefill_step_size"], every)
+        responses: Iterator[Any] = _stream_generate(**kwargs)
+        return responses
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Upstream's, keeping track of the requests under way."""
@@ -273,6 +340,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.prompt_cache_size < 0:
         p.error("--prompt-cache-size must be 0 or more")
+    if args.prefill_checkpoint < 0:
+        p.error("--prefill-checkpoint must be 0 or more")
     if not args.prompt_cache_dir:
         p.error("--prompt-cache-dir must be a directory or 'none'")
     if not args.prompt_cache_disk_bytes:
