@@ -135,6 +135,36 @@ def test_cached_tokens_are_exact_to_the_token(server: Server) -> None:
     assert n - 12 < cached < n - 1
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"stop": 5},
+        {"stop": [None]},
+        {"stop": [["a"]]},
+        {"seed": -1},
+        {"seed": 2**70},
+        {"logit_bias": {"49152": 1.0}},
+        {"logit_bias": {"-1": 1.0}},
+    ],
+    ids=str,
+)
+def test_parameters_out_of_range_are_the_clients_error(server: Server, bad: dict[str, Any]) -> None:
+    """Upstream's thread, or the whole process, dies of each of them."""
+    with pytest.raises(openai.BadRequestError):
+        ask(server, max_tokens=1, extra_body=bad)
+    assert server.health() == 200
+
+
+@PATHS
+def test_a_top_k_of_more_than_all_tokens_is_all_tokens(
+    server: Server, path: dict[str, int]
+) -> None:
+    """It ends upstream's generation thread."""
+    text, _, _ = ask(server, max_tokens=2, temperature=0.5, extra_body={"top_k": 60_000}, **path)
+    assert text
+    assert server.health() == 200
+
+
 def test_a_list_of_prompts_is_an_error_and_not_the_end(server: Server) -> None:
     """Upstream takes one prompt; its generation thread dies of several."""
     with pytest.raises(openai.APIStatusError):

@@ -36,6 +36,8 @@ def test_the_installed_version_is_the_one_that_was_read() -> None:
             "ResponseGenerator.generate",
             ["self", "request", "generation_args", "progress_callback"],
         ),
+        ("APIHandler.validate_model_parameters", ["self"]),
+        ("ResponseGenerator._serve_single", ["self", "request", "stream"]),
         ("APIHandler.handle_text_completions", ["self"]),
         ("APIHandler.handle_chat_completions", ["self"]),
         (
@@ -62,6 +64,32 @@ def test_the_drop_in_takes_what_upstreams_cache_takes(method: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (upstream_cache.ConcatenateKVCache(), {"keys", "values", "offset"}),
+        (
+            upstream_cache.QuantizedKVCache(),
+            {"keys", "values", "offset", "group_size", "bits"},
+        ),
+        (
+            upstream_cache.RotatingKVCache(8),
+            {"keys", "values", "offset", "keep", "max_size", "_idx"},
+        ),
+        (
+            upstream_cache.ChunkedKVCache(8),
+            {"keys", "values", "offset", "chunk_size", "start_position"},
+        ),
+        (upstream_cache.ArraysCache(1), {"cache", "left_padding", "lengths"}),
+        (upstream_cache.CacheList(), {"caches"}),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_the_other_classes_have_the_fields_that_are_stored(kind: object, fields: set[str]) -> None:
+    """A field more would be state that neither a block nor a snapshot holds."""
+    assert set(vars(kind)) == fields
+
+
 def test_a_kv_cache_is_keys_values_and_offset() -> None:
     """A field more would be state that a block doesn't hold."""
     assert set(vars(upstream_cache.KVCache())) == {"keys", "values", "offset"}
@@ -77,5 +105,5 @@ def test_all_of_upstreams_flags_are_there() -> None:
         *("--max-tokens", "--chat-template-args", "--decode-concurrency"),
         *("--prompt-concurrency", "--prefill-step-size", "--prompt-cache-size"),
         *("--prompt-cache-bytes", "--kv-bits", "--kv-group-size", "--quantized-kv-start"),
-        *("--pipeline", "--prompt-cache-dir", "--prompt-cache-disk-bytes"),
+        *("--pipeline", "--prompt-cache-dir", "--prompt-cache-disk-bytes", "--prefill-checkpoint"),
     }

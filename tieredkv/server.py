@@ -45,6 +45,9 @@ _STOP_SECONDS = 5.0
 # Upstream's own, before `_serve_single` puts another in its place.
 _stream_generate = upstream.stream_generate
 
+# No vocabulary is this small, and counting one takes time.
+_SMALL_TOP_K = 200
+
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -235,6 +238,30 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
 class TieredAPIHandler(upstream.APIHandler):
     """Upstream's endpoints. Requests that would kill the generation thread get a 400."""
+
+    top_k: int  # upstream sets it, from the request
+
+    def validate_model_parameters(self) -> None:
+        """Upstream's checks, and those whose lack ends its generation thread or the process.
+
+        Raises:
+            ValueError: a parameter is out of range; the client gets its text.
+        """
+        super().validate_model_parameters()
+        stop = self.body.get("stop") or []
+        words = stop if isinstance(stop, list) else [stop]
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("stop must be a string or a list of strings")
+        if self.seed is not None and not 0 <= self.seed < 1 << 64:
+            raise ValueError("seed must be at least 0 and less than 2**64")
+        tokenizer = self.response_generator.model_provider.tokenizer
+        if tokenizer is None or not (self.logit_bias or self.top_k > _SMALL_TOP_K):
+            return
+        vocabulary = len(tokenizer.get_vocab())
+        if not all(0 <= token < vocabulary for token in self.logit_bias or ()):
+            raise ValueError(f"logit_bias must be of token ids from 0 to {vocabulary - 1}")
+        if self.top_k >= vocabulary:
+            self.top_k = 0  # all tokens: the same as without
 
     def handle_text_completions(self) -> Any:
         """Upstream's, for a prompt that isn't empty."""
