@@ -1,6 +1,7 @@
 # Each target is enough on a machine that has only make and Python 3.11 or later:
 #   make test    all tests            make demo   a server killed and warm again, measured
 #   make lint    style and types      make bench  the measurements
+#   make models  the sweep over every architecture of mlx-lm, some minutes
 #   make clean   remove all that the others made
 # PYTHON=... chooses the interpreter, EXTRA=cuda12 another MLX backend than the default.
 
@@ -15,13 +16,18 @@ BIN := $(VENV)/bin
 # Named after the extras, so that another EXTRA installs again.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 CHOOSE := Python 3.11 or later is needed, such as: make PYTHON=python3.12 $(MAKECMDGOALS)
-BENCHES := $(wildcard bench/bench_*.py bench/test_*.py)
+BENCHES := $(wildcard bench/bench_*.py)
 
-.PHONY: test demo lint bench clean venv model
+.PHONY: test models demo lint bench clean venv model
 
 test: venv model
 	@echo "== tests"
 	@$(BIN)/python -m pytest
+
+models: venv
+	@echo "== every architecture"
+	@TIEREDKV_ALL_MODELS=1 $(BIN)/python -m pytest tests/test_architectures.py
+	@$(BIN)/python tests/architectures.py
 
 demo: venv
 	@echo "== demo"
@@ -38,12 +44,10 @@ lint: venv
 	@$(BIN)/python .ci/imports.py
 
 bench: venv model
-ifeq ($(BENCHES),)
-	@echo "== bench: there are no bench/bench_*.py"
-else
 	@echo "== bench"
-	@$(BIN)/python -m pytest $(BENCHES) --benchmark-only
-endif
+	@mkdir -p build
+	@$(BIN)/python -m pytest $(BENCHES) --benchmark-only --benchmark-json=build/bench.json
+	@$(BIN)/python -m bench.report build/bench.json
 
 clean:
 	@echo "== remove $(VENV), build and caches"

@@ -1,6 +1,6 @@
 """What the store costs in memory and on disk, each as a ratio to a baseline of the same run.
 
-``make bench`` runs it. Every figure is in the benchmark's ``extra_info`` and in
+``make bench`` runs it and prints the ratios. Every figure is in the benchmark's ``extra_info`` in
 ``build/bench.json``; the ratios that the project promises are asserted.
 """
 

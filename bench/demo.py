@@ -58,8 +58,9 @@ HEALTHY_WITHIN_S = 120
 REQUEST_WITHIN_S = 600
 LEAST_REUSE = 0.9  # of the first prompt, by the restarted server
 
-# Fall of the time to first token, warm restart against cold prefill, in percent: published for
-# a server that saves whole entries as safetensors files, on larger models and faster machines.
+# Fall of the time to first token, warm restart against cold prefill, in percent, as published
+# for a server that saves whole entries as safetensors files. Larger models on GPUs: only to show
+# what others reach, not a comparison under equal conditions.
 PUBLISHED = {"M2 Ultra": -89.3, "M3 Max": -94.0}
 
 Messages = list[ChatCompletionMessageParam]

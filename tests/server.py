@@ -26,7 +26,14 @@ def free_port() -> int:
 class Server:
     """``tieredkv serve`` on a free port of the loopback address."""
 
-    def __init__(self, model: Path, folder: Path | str, log: Path, *flags: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path | str,
+        log: Path,
+        *flags: str,
+        env: dict[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
         self.log = log
         command = [
@@ -34,7 +41,7 @@ class Server:
             *("--model", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
             *("--prompt-cache-dir", str(folder), *flags),
         ]
-        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
         self.client = OpenAI(

@@ -33,8 +33,9 @@ def test_stats_tell_what_is_there(folder: Path, capsys: pytest.CaptureFixture[st
     assert main(["stats", "--dir", str(folder)]) == 0
     out = capsys.readouterr().out
     assert "5 blocks" in out
-    assert "name:model" in out
-    assert "name:other salted" in out
+    assert "\nmodel\n" in out
+    assert "\nother (salted)\n" in out
+    assert "2 KVCache 2x4 bfloat16" in out
     assert "very secret" not in out
 
 

@@ -1335,6 +1335,7 @@ def test_the_description_of_a_namespace_is_this_json(folder):
         "host": "",
         "layout": '{"layers":1}',
         "model": "test-model",
+        "name": "",
         "salted": True,
         "shard": "0/1",
     }

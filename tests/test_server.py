@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +16,7 @@ from typing import Any
 
 import openai
 import pytest
-from server import Server
+from server import Server, free_port
 
 import tieredkv.server
 from tieredkv import TieredPromptCache
@@ -315,6 +318,29 @@ def test_a_directory_that_can_not_be_used_is_said_and_done_without(
     log = (tmp_path / "log").read_text()
     assert str(tmp_path / "file") in log
     assert "memory only" in log
+
+
+def test_a_model_that_can_not_be_loaded_ends_the_server(tmp_path: Path) -> None:
+    """A process that stays up without a model looks alive to its supervisor."""
+    process = subprocess.run(
+        [
+            *(sys.executable, "-m", "tieredkv", "serve", "--model", str(tmp_path / "absent")),
+            *("--port", str(free_port()), "--prompt-cache-dir", "none"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert process.returncode == 1
+    assert "absent" in process.stderr
+
+
+def test_models_are_listed_without_a_hub_cache(smollm2: Path, tmp_path: Path) -> None:
+    """Clients ask for the list first, and not everybody has ever downloaded a model."""
+    env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    with Server(smollm2, "none", tmp_path / "log", env=env) as s:
+        assert [m.id for m in s.client.models.list()] == [str(smollm2)]
 
 
 def test_memory_only_on_request(smollm2: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -97,13 +98,30 @@ def _namespace_lines(n: NamespaceUsage) -> list[str]:
     ratio = f" ({n.raw_bytes / n.blob_bytes:.2f}x)" if n.blob_bytes else ""
     extras = [f"adapter {n.adapter}"] * bool(n.adapter) + [f"draft {n.draft}"] * bool(n.draft)
     return [
-        f"{n.model}{' salted' * n.salted}",
+        f"{n.name or n.model}{' (salted)' * n.salted}",
+        f"  identity {n.model}",
         *(f"  {extra}" for extra in extras),
-        f"  {n.blocks} blocks of up to {n.block_tokens} tokens, {n.layout}",
+        f"  layers: {_layers(n.layout)}",
+        f"  {n.blocks} blocks of up to {n.block_tokens} tokens",
         f"  {_size(n.raw_bytes)} of state in {_size(n.blob_bytes)}{ratio}",
         f"  used {_when(n.oldest_use)} to {_when(n.newest_use)}",
         f"  {n.host}",
     ]
+
+
+def _layers(layout: str) -> str:
+    """A layout in a line: how many layers of which class, and what they keep of a token."""
+    try:
+        layers = json.loads(layout)["layers"]
+        kinds = Counter(
+            " ".join(
+                [x["kind"], *(f"{a['heads']}x{a['width']} {a['dtype']}" for a in x["leaves"][:1])]
+            )
+            for x in layers
+        )
+    except (ValueError, KeyError, TypeError):
+        return "unknown"
+    return ", ".join(f"{n} {kind}" for kind, n in kinds.items())
 
 
 def _size(n: float) -> str:

@@ -63,7 +63,8 @@ class Namespace:
     ``model``, ``adapter`` and ``draft`` are content fingerprints, ``host`` the versions of
     mlx and mlx-lm and the device, ``shard`` this rank's share of the model ("rank/world/mode"),
     ``layout`` the canonical JSON of the cache layout, or "" where it isn't known yet: such a
-    namespace is a *base*, the parent of one namespace per layout.
+    namespace is a *base*, the parent of one namespace per layout. ``name`` is what people call
+    the model: shown, and no part of the identity.
     """
 
     model: str
@@ -74,6 +75,7 @@ class Namespace:
     salt: bytes = b""
     block_tokens: int = BLOCK_TOKENS
     layout: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +232,8 @@ class Config:
             raise ValueError("hot_bytes must be 0 or more and cold_bytes positive")
         if not 1 <= self.block_tokens <= 4096:
             raise ValueError("block_tokens must be between 1 and 4096")
-        if self.max_entries is not None and self.max_entries < 0:
-            raise ValueError("max_entries must be 0 or more")
+        if any(n is not None and n < 0 for n in optional):
+            raise ValueError("max_entries and queue_bytes must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from tieredkv.core import FORMAT_VERSION, BlockKey, Chain, Namespace, Tokens
 
 KEY_BYTES = 32
 
-# Token ids up to this one take a single code point in `ordered`; all others are escaped.
-_LARGEST_PLAIN = 0x10FFFD
+# Token ids below this one take a single code point in `ordered`; all others are escaped.
+_FIRST_ESCAPED = 0x10FFFD
 _ESCAPE = chr(0x10FFFF)
 
 
@@ -113,7 +113,7 @@ def ordered(tokens: bytes) -> bytes:
     with the longest common prefix with a query is a neighbour of the query's place.
     """
     ids = np.frombuffer(tokens, "<i8").tolist()
-    if ids and min(ids) >= 0 and max(ids) < _LARGEST_PLAIN:
+    if ids and min(ids) >= 0 and max(ids) < _FIRST_ESCAPED:
         text = "".join([chr(i + 1) for i in ids])
     else:
         text = "".join(map(_code_points, ids))
@@ -121,7 +121,7 @@ def ordered(tokens: bytes) -> bytes:
 
 
 def _code_points(token: int) -> str:
-    if 0 <= token < _LARGEST_PLAIN:
+    if 0 <= token < _FIRST_ESCAPED:
         return chr(token + 1)
     unsigned = token & 0xFFFFFFFFFFFFFFFF
     words = [(unsigned >> shift) & 0xFFFF for shift in (48, 32, 16, 0)]

@@ -94,24 +94,32 @@ def _build_quantized(
     return QuantizedKVCache.from_state((list(arrays[:3]), list(arrays[3:]), n_tokens, *constants))
 
 
-def _window(cache: RotatingKVCache) -> Sequence[mx.array | None]:
-    """The last ``max_size`` rows, oldest first, with the ``keep`` first ones in front."""
-    return [_last_rows(cache, cache._temporal_order(v)) for v in (cache.keys, cache.values)]
+def _ring(cache: RotatingKVCache) -> Sequence[mx.array | None]:
+    """The rows as they lie: in another order attention would sum them in another order. After a
+    prefill step there are up to a step more than ``max_size``; those go, oldest first.
+    """
+    return [_window(cache, rows) for rows in (cache.keys, cache.values)]
 
 
-def _last_rows(cache: RotatingKVCache, rows: mx.array) -> mx.array:
-    # After a prefill step there are up to a step more of them.
+def _window(cache: RotatingKVCache, rows: mx.array) -> mx.array:
     extra = rows.shape[2] - cache.max_size
     if extra <= 0:
-        return rows
+        return rows[:, :, : cache.offset]
     return mx.concatenate([rows[:, :, : cache.keep], rows[:, :, cache.keep + extra :]], axis=2)
 
 
+def _ring_index(cache: RotatingKVCache) -> Sequence[int]:
+    """Where the next row goes."""
+    return (min(cache._idx, cache.max_size),)
+
+
 def _build_rotating(
-    arrays: Sequence[mx.array | None], _: Sequence[int], n_tokens: int, constants: Sequence[int]
+    arrays: Sequence[mx.array | None],
+    numbers: Sequence[int],
+    n_tokens: int,
+    constants: Sequence[int],
 ) -> RotatingKVCache:
-    assert arrays[0] is not None
-    return RotatingKVCache.from_state((*arrays, n_tokens, *constants, arrays[0].shape[2]))
+    return RotatingKVCache.from_state((*arrays, n_tokens, *constants, *numbers))
 
 
 def _chunk(cache: ChunkedKVCache) -> Sequence[mx.array | None]:
@@ -150,7 +158,7 @@ _SLICED: dict[type, _Sliced] = {
     ),
 }
 _WHOLE: dict[type, _Whole] = {
-    RotatingKVCache: _Whole(_window, _none, lambda c: (c.keep, c.max_size), _build_rotating),
+    RotatingKVCache: _Whole(_ring, _ring_index, lambda c: (c.keep, c.max_size), _build_rotating),
     ChunkedKVCache: _Whole(
         _chunk, lambda c: (c.start_position,), lambda c: (c.chunk_size,), _build_chunked
     ),

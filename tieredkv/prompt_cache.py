@@ -44,7 +44,7 @@ _LOG = logging.getLogger("tieredkv")
 
 def _host() -> str:
     """What computes the state: other kernels may round otherwise, so they never share it."""
-    device = mx.default_device().type
+    device = str(mx.default_device().type).rpartition(".")[2]
     kind = mx.device_info().get("architecture", "")
     return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
 
@@ -55,9 +55,9 @@ class TieredPromptCache:
     Differs from upstream's contract on purpose in one point: a hit always leaves at least one
     token to compute, since an empty rest breaks both of upstream's serving paths.
 
-    `fetch_nearest_cache` and `insert_cache` run mlx ops: call them on the thread that generates.
-    The other methods may be called from any thread. Calls are serialised. After `close`, every
-    fetch is a miss and inserts are ignored.
+    `fetch_nearest_cache`, `insert_cache` and `bind` run mlx ops: call them on the thread that
+    generates. The other methods may be called from any thread. Calls are serialised. After
+    `close`, every fetch is a miss and inserts are ignored.
     """
 
     def __init__(
@@ -276,7 +276,8 @@ class TieredPromptCache:
     # ---- names
 
     def _base(self, model: Hashable) -> Namespace:
-        name, adapter, draft, *more = (*self._names(model), "", "", "")[: max(3, _n_parts(model))]
+        names = self._names(model)
+        name, adapter, draft, *more = (*names, "", "", "")[: max(3, len(names))]
         prints = [self._fingerprints.of(n) if n else "" for n in (name, adapter, draft)]
         weights = self._weights.get(model, "")
         return Namespace(
@@ -286,6 +287,7 @@ class TieredPromptCache:
             host=self._host,
             salt=self._store.config.salt,
             block_tokens=self._store.config.block_tokens,
+            name=name,
         )
 
     def _names(self, model: Hashable) -> list[str]:
@@ -348,7 +350,3 @@ class TieredPromptCache:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what
                 )
-
-
-def _n_parts(model: Hashable) -> int:
-    return len(model) if isinstance(model, tuple) else 1

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import mlx.core as mx
+from huggingface_hub.constants import HF_HUB_CACHE
 from mlx_lm import server as upstream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -166,12 +167,17 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     """Upstream's generation loop, made to end quickly and to refuse what would kill it."""
 
     def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
+        self.failed_to_load = False
         # By id, since contexts can't be hashed.
         self._contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         super().__init__(model_provider, prompt_cache)
 
     def _run_generate(self) -> None:
         super()._run_generate()
+        if self._generation_failed and self.model_provider.model is None:
+            # The model given can't be loaded: nothing will ever be served.
+            self.failed_to_load = True
+            os.kill(os.getpid(), signal.SIGTERM)
         # A thread that used mlx and ends just before the process does can abort it otherwise.
         mx.clear_streams()
 
@@ -283,6 +289,9 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         # them: the answer would differ from that of a cold run.
         _LOG.warning("--kv-bits: prompts are not cached, since a hit could change the answer")
         return TieredPromptCache(hot_bytes=0)
+    if mx.distributed.init().size() > 1:
+        _LOG.warning("more than one rank: prompts are not cached, since ranks must hit alike")
+        return TieredPromptCache(hot_bytes=0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hot_bytes = args.prompt_cache_bytes
     cache = TieredPromptCache(
@@ -293,12 +302,12 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
     )
     stats = cache.stats()
     _LOG.info(
-        "Prompt cache: %.1f GB of memory; %s",
+        "tieredkv: hot tier of at most %.1f GB; cold tier: %s",
         stats.hot.cap_bytes / 1e9,
         f"{stats.cold.n_blocks} blocks in {args.prompt_cache_dir}, at most "
         f"{stats.cold.cap_bytes / 1e9:.1f} GB"
         if stats.cold.cap_bytes
-        else "no disk",
+        else "none",
     )
     return cache
 
@@ -329,10 +338,11 @@ def _signals_interrupt() -> Iterator[None]:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Returns the exit status."""
     cache = open_cache(args)
-    generator = TieredResponseGenerator(TieredModelProvider(args, cache), cache)
     with _signals_interrupt():
+        generator = TieredResponseGenerator(TieredModelProvider(args, cache), cache)
         status = _serve_until_signal(args, generator)
         generator.stop_and_join()
+        _LOG.info("tieredkv: ended with %s", cache.stats())
         cache.close()
     if generator.generation_available():
         # A prefill step can't be interrupted, and nothing needs its end.
@@ -350,11 +360,12 @@ def _serve_until_signal(args: argparse.Namespace, generator: TieredResponseGener
         else:
             generator.join()
     except KeyboardInterrupt:
-        pass
+        return int(generator.failed_to_load)
     except OSError as e:
         _LOG.error("can't serve on %s:%d: %s", args.host, args.port, e)
         return 1
-    return 0
+    # Upstream's server takes the interrupt of a signal as its regular end.
+    return int(generator.failed_to_load)
 
 
 def serve(argv: Sequence[str] | None = None) -> int:
@@ -375,6 +386,8 @@ def serve(argv: Sequence[str] | None = None) -> int:
         p.error(
             "--prompt-cache-disk-bytes must be more than 0; --prompt-cache-dir none turns it off"
         )
+    # Upstream's list of models fails without the directory that a first download makes.
+    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     maybe_set_recommended_wired_limit()
     logging.basicConfig(
         level=args.log_level.upper(),

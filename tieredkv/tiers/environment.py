@@ -456,6 +456,7 @@ def _open_checked(directory: Path, cap_bytes: int) -> Environment:
 def _move_damaged(directory: Path) -> None:
     found = health.finding(directory)
     if found is None:
+        health.fill_up(directory)
         return
     aside = health.quarantine(directory)
     log_quarantine(directory, found, aside)

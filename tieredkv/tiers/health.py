@@ -4,8 +4,8 @@ LMDB maps its file: a truncated one is SIGBUS at the first access beyond its end
 SIGABRT, and neither can be caught. So the header is read as plain bytes, and the pages are
 walked in a process of their own that may die.
 
-This file is also that process's program. It runs by path and imports nothing of the package,
-whose top level brings in mlx.
+This file is also that process's program. It runs by path and imports nothing of the package, so
+that it starts fast and nothing else can fail in it.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def in_use(directory: Path) -> bool:
 def finding(directory: Path, timeout_s: float = WALK_TIMEOUT_S) -> str | None:
     """What is wrong with the data file of ``directory``, None if nothing was found.
 
-    Keep writers out meanwhile. Costs one start of the interpreter and a read of all rows but
-    the blobs; a walk that takes longer than ``timeout_s`` finds nothing.
+    Changes nothing. Keep writers out meanwhile, or what they do may look like damage. Costs one
+    start of the interpreter and a read of all rows but the blobs; a walk that takes longer than
+    ``timeout_s`` finds nothing.
     """
     data = directory / DATA_NAME
     if not data.exists() or not data.stat().st_size:
@@ -116,10 +117,17 @@ def finding(directory: Path, timeout_s: float = WALK_TIMEOUT_S) -> str | None:
         return _walk_apart(directory, "rows", timeout_s)
     # LMDB does not write a page that was allocated and freed in one transaction, so a few may
     # be missing at the end. Whether a used one is, only reading every value tells.
-    found = _walk_apart(directory, "values", timeout_s)
-    if found is None:
+    return _walk_apart(directory, "values", timeout_s)
+
+
+def fill_up(directory: Path) -> None:
+    """Give a data file in which nothing was found the size that its header tells, so that no
+    access to the map ends beyond it. Nobody may be writing.
+    """
+    data = directory / DATA_NAME
+    header = read_header(data) if data.exists() else None
+    if header is not None and data.stat().st_size < header.n_bytes:
         os.truncate(data, header.n_bytes)
-    return found
 
 
 def quarantine(directory: Path) -> Path:

@@ -377,12 +377,12 @@ class HotTier:
 
     # ---- entries
 
-    def enter(self, chain: Chain, kind: str) -> bool:
+    def enter(self, chain: Chain, kind: str) -> None:
         """Note that a whole prompt is here, in place of the entries that are its prefixes."""
         with self._lock:
             anchor = self._anchor(chain)
             if anchor is None:
-                return False
+                return
             for key in chain.keys[:-1]:
                 for entry in list(self._nodes[key].entries):
                     self._forget(entry)
@@ -396,7 +396,6 @@ class HotTier:
                 self._forget(entry)
             anchor.entries[entry] = len(chain.tokens)
             self._entries[entry] = (anchor.block.key, kind)
-            return True
 
     def limit_entries(self, n: int) -> None:
         """Let go of the oldest entries of the least protected type until ``n`` are left; their

@@ -167,6 +167,7 @@ def unpack_namespace(data: bytes) -> tuple[Totals, bytes, bytes]:
 def describe(namespace: Namespace) -> bytes:
     """The namespace as JSON with sorted keys: all but the salt, of which only that there is one."""
     fields = {
+        "name": namespace.name,
         "model": namespace.model,
         "adapter": namespace.adapter,
         "draft": namespace.draft,

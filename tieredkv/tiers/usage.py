@@ -14,6 +14,7 @@ class NamespaceUsage:
     """What one namespace holds. Sizes in bytes, uses in nanoseconds of Unix time."""
 
     root: str
+    name: str
     model: str
     adapter: str
     draft: str
@@ -61,7 +62,7 @@ def _namespace_usage(
     fields = described(origin.description)
     texts = {
         name: str(fields.get(name, ""))
-        for name in ("model", "adapter", "draft", "host", "shard", "layout")
+        for name in ("name", "model", "adapter", "draft", "host", "shard", "layout")
     }
     tokens = fields.get("block_tokens")
     return NamespaceUsage(
