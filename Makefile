@@ -27,7 +27,7 @@ test: venv model
 models: venv
 	@echo "== every architecture"
 	@TIEREDKV_ALL_MODELS=1 $(BIN)/python -m pytest tests/test_architectures.py
-	@$(BIN)/python tests/architectures.py
+	@$(BIN)/python -m bench.architectures
 
 demo: venv
 	@echo "== demo"

@@ -1,4 +1,4 @@
-"""Prints the ratios of a benchmark run: ``python -m bench.report build/bench.json``."""
+"""Prints the figures of a benchmark run: ``python -m bench.report build/bench.json``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Print one line for each benchmark that has a ratio."""
+    """Print each benchmark's figures; ratios have a point."""
     for bench in json.loads(Path(sys.argv[1]).read_text())["benchmarks"]:
-        info = bench["extra_info"]
-        if "ratio" in info:
-            figures = ", ".join(f"{k} {v:,}" for k, v in info.items() if k != "ratio")
-            print(f"{info['ratio']:.3f}  {bench['name']}  ({figures})")
+        print(bench["name"])
+        for name, value in bench["extra_info"].items():
+            print(
+                f"  {value:>15,.3f}  {name}"
+                if isinstance(value, float)
+                else f"  {value:>15,}  {name}"
+            )
     return 0
 
 

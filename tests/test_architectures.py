@@ -14,12 +14,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import architectures
 import mlx.core as mx
 import pytest
-from architectures import BLOCK_TOKENS, DECODED, PREFILL, Recording, build, key_of
 from mlx_lm.models.cache import KVCache
 
+from bench import architectures
+from bench.architectures import BLOCK_TOKENS, DECODED, PREFILL, Recording, build, key_of
 from tieredkv import TieredPromptCache
 
 # Each combination of cache classes and nesting once, and some with unlike shapes of one class.
@@ -128,7 +128,7 @@ def test_an_unknown_cache_class_is_refused(name: str, tmp_path: Path) -> None:
 
 _IN_NEW_PROCESS = """
 import hashlib, sys
-import architectures as a
+from bench import architectures as a
 from tieredkv import TieredPromptCache
 
 name, folder, *prompt = sys.argv[1:]

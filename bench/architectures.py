@@ -1,6 +1,6 @@
 """Every architecture in ``mlx_lm.models``, small, with random weights.
 
-``python tests/architectures.py`` stores and restores each of them and prints what it took.
+``python -m bench.architectures`` stores and restores each of them and prints what it took.
 """
 
 from __future__ import annotations
