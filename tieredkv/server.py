@@ -19,7 +19,6 @@ from importlib.metadata import version
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
-from unittest import mock
 
 import mlx.core as mx
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -71,6 +70,17 @@ def size(text: str) -> int:
     return int(value * base ** _UNITS[unit])
 
 
+@contextmanager
+def _in_upstream(name: str, value: Any) -> Iterator[None]:
+    """Put something else in the place of a global name of upstream's module."""
+    before = getattr(upstream, name)
+    setattr(upstream, name, value)
+    try:
+        yield
+    finally:
+        setattr(upstream, name, before)
+
+
 class _Built(Exception):
     """Carries upstream's parser out of its `main`."""
 
@@ -85,7 +95,7 @@ def _upstream_parser() -> argparse.ArgumentParser:
             raise _Built(self)
 
     shim = SimpleNamespace(**{**vars(argparse), "ArgumentParser": Parser})
-    with mock.patch.object(upstream, "argparse", shim):
+    with _in_upstream("argparse", shim):
         try:
             upstream.main()
         except _Built as built:
@@ -199,7 +209,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         come by on their way to the response queue and to `stream_generate`.
         """
         tap = _Tap(request[0])
-        with mock.patch.object(upstream, "stream_generate", partial(self._follow, tap)):
+        with _in_upstream("stream_generate", partial(self._follow, tap)):
             super()._serve_single((tap, *request[1:]), stream)
 
     def _follow(self, tap: _Tap, **kwargs: Any) -> Iterator[Any]:
