@@ -176,7 +176,7 @@ def test_every_class_goes_on_as_if_it_had_never_left(kind: str, n: int) -> None:
     """The contract of a class: what attention sees after a restore is what it would have seen."""
     live = [filled(kind, n)]
     shape = layout.inspect(live, n)
-    layout.settle(live, 0, n)
+    layout.settle(live, layout.SnapshotPlan(live), 0, n)
     k = BlockKey(b"")
     (tensors,) = layout.capture(live, shape, [(0, n)])
     block = Block(k, k, k, bytes(8 * n), shape.specs(n), tensors)
@@ -280,8 +280,8 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
     live = caches.make([1, 2, 3, 4])
     live[1].values[0, 1, 2, 3] = value
     with pytest.raises(Refused) as e:
-        layout.settle(live, 0, 4)
-    layout.settle(live, 0, 2)
+        layout.settle(live, layout.SnapshotPlan(live), 0, 4)
+    layout.settle(live, layout.SnapshotPlan(live), 0, 2)
     assert e.value.reason == "nonfinite"
 
 

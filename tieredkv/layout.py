@@ -374,7 +374,7 @@ def _wholes(caches: Sequence[Any]) -> list[tuple[Sequence[mx.array | None], Sequ
     ]
 
 
-def settle(caches: Sequence[Any], start: int, stop: int) -> None:
+def settle(caches: Sequence[Any], plan: SnapshotPlan, start: int, stop: int) -> None:
     """Evaluate live caches, which may still have work of the batch before them, and look at the
     values of the tokens from ``start`` to ``stop``, and of all state that isn't by token.
 
@@ -382,9 +382,8 @@ def settle(caches: Sequence[Any], start: int, stop: int) -> None:
         Refused: one of them isn't finite.
     """
     leaves = _leaves(caches)
-    states = [a for arrays, _ in _wholes(caches) for a in arrays if a is not None]
-    mx.eval(leaves, states)
-    values = [leaf[0, :, start:stop] for leaf in leaves] + states
+    mx.eval(leaves, plan.arrays)
+    values = [leaf[0, :, start:stop] for leaf in leaves] + plan.arrays
     finite = [mx.all(mx.isfinite(v)) for v in values if mx.issubdtype(v.dtype, mx.floating)]
     mx.eval(finite)
     if not all(f.item() for f in finite):
@@ -448,6 +447,11 @@ class SnapshotPlan:
         rows = self._groups.setdefault(group, [])
         rows.append(array)
         return list(self._groups).index(group) + 1, len(rows) - 1
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays that go into the snapshot."""
+        return [array for rows in self._groups.values() for array in rows]
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Tensors of the snapshot."""

@@ -36,7 +36,7 @@ from tieredkv.core import (
     Tokens,
 )
 from tieredkv.identity import Fingerprints, IdentityChanged
-from tieredkv.layout import Layout
+from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.store import TieredStore
 
 _LOG = logging.getLogger("tieredkv")
@@ -244,8 +244,9 @@ class TieredPromptCache:
             if not shape.is_sliced:
                 chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
+            plan = layout.SnapshotPlan(caches)
             if lacking:
-                layout.settle(caches, chain.span(lacking.start)[0], len(chain.tokens))
+                layout.settle(caches, plan, chain.span(lacking.start)[0], len(chain.tokens))
         except Refused as e:
             self._refuse(e)
             return
@@ -254,14 +255,14 @@ class TieredPromptCache:
             return
         self._layouts[keys.base_key(base)] = shape
         self._store.register(namespace)
-        self._store.put(chain, self._captured(chain, lacking, shape, caches), kind)
+        blocks = self._captured(chain, lacking, shape, caches, plan)
+        self._store.put(chain, blocks, kind)
         self._store.counters.add("inserts")
 
     def _captured(
-        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any]
+        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any], plan: SnapshotPlan
     ) -> list[Block]:
         """New blocks of the chain, and its snapshot if it has one, as far as there is room."""
-        plan = layout.SnapshotPlan(caches)
         specs = [shape.specs(b - a) if b > a else plan.specs() for a, b in map(chain.span, lacking)]
         wanted = lacking[: self._store.admit(chain, specs)]
         spans = [chain.span(i) for i in wanted]

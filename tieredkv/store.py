@@ -74,7 +74,8 @@ class TieredStore:
             return Match(found, n_tokens, n_hot)
         parent, rest = chain.parent(n), chain.tokens_of(n)
         warm = self.hot.nearest(parent, rest) if n == n_hot else None
-        cool = self.cold.nearest(parent, rest)
+        whole = warm is not None and warm.n_tokens * 8 == len(rest)
+        cool = None if whole else self.cold.nearest(parent, rest)
         if warm and (cool is None or warm.n_tokens >= cool.n_tokens):
             return Match((*found, warm.key), n_tokens + warm.n_tokens, n_hot + 1)
         if cool:
