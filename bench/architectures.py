@@ -507,10 +507,25 @@ class Recording:
         """Private caches of the first tokens: of a boundary, or cut from the next one's."""
         boundary = min(b for b in self.live if b >= n_tokens)
         caches = copy.deepcopy(self.live[boundary])
-        if boundary > n_tokens:
+        if boundary > n_tokens and is_windowed(caches):
+            _cut(caches, n_tokens)
+        elif boundary > n_tokens:
             trimmed = trim_prompt_cache(caches, boundary - n_tokens)
             assert trimmed == boundary - n_tokens
         return caches
+
+
+def _cut(caches: list[Any], n_tokens: int) -> None:
+    """Take the last tokens out of caches after a step of prefill, which left rings long enough."""
+    for c in flat(caches):
+        if isinstance(c, RotatingKVCache):
+            assert c._idx == c.keys.shape[2]
+            stop = c._idx - (c.offset - n_tokens)
+            start = max(0, stop - c.max_size)
+            c.keys, c.values = c.keys[:, :, start:stop], c.values[:, :, start:stop]
+            c.offset, c._idx = n_tokens, stop - start
+        else:
+            c.trim(c.offset - n_tokens)
 
 
 def record(model: Any, seed: int) -> Recording:
@@ -543,6 +558,13 @@ def flat(caches: Sequence[Any]) -> list[Any]:
 def is_sliced(caches: Sequence[Any]) -> bool:
     """Whether every layer has rows per token, so that any prefix is a hit."""
     return all(type(c) in (KVCache, QuantizedKVCache, ConcatenateKVCache) for c in flat(caches))
+
+
+def is_windowed(caches: Sequence[Any]) -> bool:
+    """Whether any block's end is a hit, but not any prefix: rings, and rows per token else."""
+    rings = [c for c in flat(caches) if type(c) is RotatingKVCache]
+    others = [c for c in flat(caches) if type(c) is not RotatingKVCache]
+    return bool(rings) and not any(c.keep for c in rings) and is_sliced(others)
 
 
 def _arrays(cache: Any) -> list[mx.array | None]:
@@ -590,11 +612,13 @@ def store(cache: TieredPromptCache, name: str, recording: Recording) -> None:
 def prompts(recording: Recording) -> list[tuple[list[int], int]]:
     """Prompts and the hit lengths they must get."""
     tokens, end = recording.tokens, DECODED[-1]
-    any_prefix = is_sliced(recording.live[end])
+    every = BLOCK_TOKENS if is_windowed(recording.live[end]) else 1
+    anywhere = every > 1 or is_sliced(recording.live[end])
+    at_end, inside = PREFILL[-1] - 1, 50
     return [
-        (tokens[: PREFILL[-1]], PREFILL[-1] - 1 if any_prefix else PREFILL[-2]),
+        (tokens[: PREFILL[-1]], at_end // every * every if anywhere else PREFILL[-2]),
         ([*tokens[: PREFILL[-1]], 5, 6, 7], PREFILL[-1]),
-        ([*tokens[:50], 126, 6, 7], 50 if any_prefix else PREFILL[-2]),
+        ([*tokens[:inside], 126, 6, 7], inside // every * every if anywhere else PREFILL[-2]),
         ([*tokens[: DECODED[0]], 126], DECODED[0]),
         ([*tokens, 9], end),
         ([*tokens, 9, 8, 7], end),

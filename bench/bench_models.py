@@ -15,7 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    KVCache,
+    LRUPromptCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench import architectures
@@ -115,3 +121,53 @@ def test_reuse(benchmark: BenchmarkFixture, tmp_path: Path, kind: str) -> None:
         benchmark.extra_info[name] = reused / shared
         benchmark.extra_info[f"{name}, mlx-lm"] = theirs[name][0] / theirs[name][1]
     assert all(reused / shared >= 0.9 for reused, shared in mine.values())
+
+
+# Layers with full attention, with a sliding window, the window; recurrent layers, and how many
+# tokens of the full ones weigh as much as their state.
+LAYERS = {
+    "plain (Qwen3-8B)": (36, 0, 0, 0, 0),
+    "sliding window (Gemma3-27B)": (10, 52, 1024, 0, 0),
+    "sliding window (Gemma3-1B)": (4, 22, 512, 0, 0),
+    "sliding window (gpt-oss-20b)": (12, 12, 128, 0, 0),
+    "hybrid (Qwen3-Next)": (12, 0, 0, 36, 12 * 256),
+}
+ROW = 32
+STEP = 2048
+PROMPT_TOKENS = 2 * STEP + 300
+
+
+def rows(n: int) -> mx.array:
+    return mx.random.normal((1, 1, n, ROW)).astype(mx.bfloat16)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_bytes_per_token(benchmark: BenchmarkFixture, tmp_path: Path, kind: str) -> None:
+    """Disk per token of a prompt with a checkpoint every 2,048, as a share of what plain attention
+    in all layers would take raw. The layers of real models, with short rows of random numbers.
+    """
+    full, sliding, window, recurrent, weight = LAYERS[kind]
+    live: list[Any] = [KVCache() for _ in range(full)]
+    live += [RotatingKVCache(window) for _ in range(sliding)]
+    live += [ArraysCache(1) for _ in range(recurrent)]
+    raw = (full + sliding or 1) * 2 * 2 * ROW
+
+    def run() -> int:
+        tokens = [_RNG.randrange(1000) for _ in range(PROMPT_TOKENS)]
+        with TieredPromptCache(tmp_path, hot_bytes=1 << 30) as cache:
+            for start in range(0, PROMPT_TOKENS, STEP):
+                stop = min(start + STEP, PROMPT_TOKENS)
+                for c in live:
+                    if isinstance(c, ArraysCache):
+                        c[0] = rows(weight * full * 2 // recurrent)
+                    else:
+                        c.update_and_fetch(rows(stop - start), rows(stop - start))
+                cache.insert_cache(KEY, tokens[:stop], live, cache_type="user")
+            assert cache.flush(60)
+            return cache.stats().cold.n_bytes
+
+    n_bytes = benchmark.pedantic(run, rounds=1)
+    benchmark.extra_info["disk bytes / raw bytes of plain attention"] = (
+        n_bytes / PROMPT_TOKENS / raw
+    )
+    assert n_bytes > 0

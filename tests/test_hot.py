@@ -148,7 +148,7 @@ def test_what_can_not_leave_is_not_taken_for_room() -> None:
     tier.hold(held)
     tier.release(b.key for b in held[:-1])
     put(tier, range(100, 124))
-    assert tier.make_room(caches.chain(range(200, 228)), [ONE] * 7) == 0
+    assert tier.make_room(caches.chain(range(200, 228)).keys, [ONE] * 7) == 0
     assert has(tier, range(100, 124))
 
 

@@ -16,6 +16,10 @@ FORMAT_VERSION = 1
 BLOCK_TOKENS = 256
 CACHE_TYPES = ("assistant", "user", "system")
 
+# Stands for the tokens of a window; no tokenizer and no hash of an image makes it.
+WINDOW = -(1 << 63)
+GRADES = 8
+
 BlockKey = NewType("BlockKey", bytes)
 Tokens = NDArray[np.int64]
 
@@ -106,7 +110,9 @@ class Block:
     gives the true dtypes. ``tokens`` is little-endian int64, 8 bytes a token.
 
     A block without tokens is a *snapshot*: the state, at the end of its parent, of the layers
-    that can't be sliced by token.
+    that can't be sliced by token. One of the single token `WINDOW` is a *window*: the rows of
+    sliding-window layers at its parent's tokens. ``grade`` is how many times over, as a power of
+    two, such a block ages faster than others; see `policy.grade`.
     """
 
     root: BlockKey
@@ -115,6 +121,7 @@ class Block:
     tokens: bytes
     specs: tuple[TensorSpec, ...]
     tensors: tuple[Any, ...]
+    grade: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -173,25 +180,28 @@ class Match:
     """The longest restorable prefix found, before anything is read.
 
     ``keys`` are the blocks in order, ``n_tokens`` the hit length: the last block may be used
-    only in part. The first ``n_hot`` keys are in the hot tier.
+    only in part. The first ``n_hot`` keys are in the hot tier. ``windows`` are those that the end
+    needs, in order.
     """
 
     keys: tuple[BlockKey, ...] = ()
     n_tokens: int = 0
     n_hot: int = 0
+    windows: tuple[BlockKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
     """Blocks loaded for a prompt: their first ``n_tokens`` tokens are its prefix.
 
-    ``snapshot`` is the one at their end, if the match asked for one. ``n_hot`` and ``n_cold`` say
-    how many of the tokens came from which tier.
+    ``snapshot`` is the one at their end, or ``windows`` those before it, if the match asked for
+    them. ``n_hot`` and ``n_cold`` say how many of the tokens came from which tier.
     """
 
     blocks: tuple[Block, ...]
     n_tokens: int
     snapshot: Block | None = None
+    windows: tuple[Block, ...] = ()
     n_hot: int = 0
     n_cold: int = 0
 
@@ -299,6 +309,9 @@ class Tier(Protocol):
     def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:
         """Children of ``parent`` all of whose tokens lead ``tokens``, longest first."""
 
+    def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+        """Which of ``keys`` are here."""
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """The leading blocks of ``keys`` that could be read and verified, in order."""
 
@@ -344,9 +357,6 @@ class LowerTier(Tier, Protocol):
 
     def missing(self, chain: Chain) -> int:
         """Index of the first block of ``chain`` that should be put here; ``len(keys)`` if none."""
-
-    def has(self, key: BlockKey) -> bool:
-        """Whether a block is here."""
 
     def register(self, namespace: Namespace) -> None:
         """Remember what a namespace is; described durably with its first block."""

@@ -11,9 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from tieredkv.core import FORMAT_VERSION, BlockKey, Chain, Namespace, Tokens
+from tieredkv.core import FORMAT_VERSION, WINDOW, BlockKey, Chain, Namespace, Tokens
 
 KEY_BYTES = 32
+
+# The tokens of a window.
+WINDOW_TOKENS = WINDOW.to_bytes(8, "little", signed=True)
 
 # Token ids below this one take a single code point in `ordered`; all others are escaped.
 _FIRST_ESCAPED = 0x10FFFD
@@ -69,7 +72,10 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
         raise TypeError(f"tokens must be integers of 64 bits, not {array.dtype}")
     if array.dtype == np.uint64 and array.max() > np.iinfo(np.int64).max:
         raise OverflowError("tokens must fit 64 bits, signed")
-    return array.astype(np.int64, copy=True)
+    ids = array.astype(np.int64, copy=True)
+    if ids.min() == WINDOW:
+        raise OverflowError(f"{WINDOW} is no token")
+    return ids
 
 
 def chain(root: BlockKey, tokens: Tokens, block_tokens: int) -> Chain:
@@ -86,7 +92,17 @@ def chain(root: BlockKey, tokens: Tokens, block_tokens: int) -> Chain:
 
 def with_snapshot(chain: Chain) -> Chain:
     """``chain`` with the key of the snapshot at its end."""
-    return replace(chain, keys=(*chain.keys, block_key(chain.keys[-1], b"")))
+    return replace(chain, keys=(*chain.keys, snapshot_key(chain.keys[-1])))
+
+
+def snapshot_key(parent: BlockKey) -> BlockKey:
+    """Key of the snapshot at a block's end."""
+    return block_key(parent, b"")
+
+
+def window_key(parent: BlockKey) -> BlockKey:
+    """Key of the window at a block's tokens."""
+    return block_key(parent, WINDOW_TOKENS)
 
 
 def common_prefix(a: bytes, b: bytes) -> int:

@@ -2,7 +2,8 @@
 
 A class is *sliced* if every token has rows of its own, which any prefix can be cut from, or
 *whole* if its state is that of one position only: that goes into a snapshot. `_SLICED` and
-`_WHOLE` are the tables; a class that is in neither is refused.
+`_WHOLE` are the tables; a class that is in neither is refused. A ring is whole, but after a step
+of prefill it still has the rows of many positions: those go into *windows*, one a block.
 
 Every function here runs mlx ops: call them on the generation thread only.
 """
@@ -30,7 +31,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from tieredkv.core import ITEMSIZE, Block, Refused, TensorSpec
+from tieredkv.core import ITEMSIZE, Block, Hit, Refused, TensorSpec
 
 # KVCache grows by this many rows at a time; a restored cache gets at least as many to spare, so
 # that the first decode steps write in place instead of copying everything.
@@ -186,7 +187,7 @@ def _shape_of(caches: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class LeafSpec:
-    """One array of a sliced layer: ``(1, heads, tokens, width)``."""
+    """One array of a sliced layer or a ring: ``(1, heads, tokens, width)``."""
 
     dtype: str
     heads: int
@@ -195,11 +196,26 @@ class LeafSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """A layer's cache class, its constants and, if it is sliced, its arrays in state order."""
+    """A layer's cache class, its constants and, if they have rows, its arrays in state order."""
 
     kind: str
     leaves: tuple[LeafSpec, ...] = ()
     constants: tuple[int, ...] = ()
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether any prefix can be cut from its state."""
+        return _BY_NAME[self.kind] in _SLICED
+
+    @property
+    def window(self) -> int:
+        """Rows that it needs before a position, if it is a ring without rows kept from the start;
+        else 0.
+        """
+        if self.kind != RotatingKVCache.__name__:
+            return 0
+        keep, max_size = self.constants
+        return 0 if keep else max_size
 
 
 @dataclass(frozen=True)
@@ -238,23 +254,60 @@ class Layout:
 
     @cached_property
     def is_sliced(self) -> bool:
-        """Whether any prefix can be restored; if not, a hit has to end at a snapshot."""
-        return all(_BY_NAME[layer.kind] in _SLICED for layer in self.layers)
+        """Whether any prefix can be restored; if not, a hit has to end at a snapshot, or at a
+        block with windows before its end.
+        """
+        return all(layer.is_sliced for layer in self.layers)
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        """Bytes of blocks that a token takes."""
+        return sum(spec.n_bytes for spec in self.specs(1))
+
+    @cached_property
+    def window(self) -> int:
+        """Rows before a position that rings need, if with them all else can be cut there; else
+        0: only snapshots will do.
+        """
+        able = all(layer.is_sliced or layer.window for layer in self.layers)
+        return max(layer.window for layer in self.layers) if able else 0
+
+    def n_windows(self, block_tokens: int) -> int:
+        """Windows that the end of a block needs before it."""
+        return -(-self.window // block_tokens)
 
     @cached_property
     def groups(self) -> tuple[tuple[LeafSpec, tuple[int, ...]], ...]:
-        """Equal leaves and their indices over all layers; each group is one tensor of a block."""
+        """Equal leaves of the sliced layers and their indices among these; each group is one
+        tensor of a block.
+        """
         found: dict[LeafSpec, list[int]] = {}
-        leaves = [leaf for layer in self.layers for leaf in layer.leaves]
+        leaves = [leaf for layer in self.layers if layer.is_sliced for leaf in layer.leaves]
         for i, leaf in enumerate(leaves):
             found.setdefault(leaf, []).append(i)
         return tuple((leaf, tuple(rows)) for leaf, rows in found.items())
+
+    @cached_property
+    def ring_groups(self) -> tuple[tuple[LeafSpec, int, tuple[int, ...]], ...]:
+        """As `groups`, of the rings: with the size of these, each one tensor of a window."""
+        found: dict[tuple[LeafSpec, int], list[int]] = {}
+        leaves = [(leaf, layer.window) for layer in self.layers for leaf in layer.leaves]
+        for i, ring in enumerate((leaf, window) for leaf, window in leaves if window):
+            found.setdefault(ring, []).append(i)
+        return tuple((leaf, window, tuple(rows)) for (leaf, window), rows in found.items())
 
     def specs(self, n_tokens: int) -> tuple[TensorSpec, ...]:
         """Tensors of a block of ``n_tokens`` tokens."""
         return tuple(
             TensorSpec(leaf.dtype, (len(rows), leaf.heads, n_tokens, leaf.width))
             for leaf, rows in self.groups
+        )
+
+    def window_specs(self, block_tokens: int) -> tuple[TensorSpec, ...]:
+        """Tensors of a window: the last rows of a block, as many as the ring has or all."""
+        return tuple(
+            TensorSpec(leaf.dtype, (len(rows), leaf.heads, min(window, block_tokens), leaf.width))
+            for leaf, window, rows in self.ring_groups
         )
 
 
@@ -293,11 +346,19 @@ def _inspect_layer(cache: Any, n_tokens: int) -> LayerSpec:
         dtype = _dtype_name(array.dtype)
         if array.ndim == 0 or array.shape[0] != 1:
             raise Refused("shape", f"a layer's array has shape {array.shape}")
-        if isinstance(kind, _Sliced):
-            if array.ndim != 4 or array.shape[2] < n_tokens:
-                raise Refused("shape", f"a layer's array has shape {array.shape}")
+        rows = _n_rows(cache, n_tokens)
+        if rows and (array.ndim != 4 or array.shape[2] < rows):
+            raise Refused("shape", f"a layer's array has shape {array.shape}")
+        if rows:
             leaves.append(LeafSpec(dtype, array.shape[1], array.shape[3]))
     return LayerSpec(type(cache).__name__, tuple(leaves), constants)
+
+
+def _n_rows(cache: Any, n_tokens: int) -> int:
+    """Rows that a layer's arrays must have, on axis 2 of 4; 0 if they aren't of that form."""
+    if type(cache) in _SLICED:
+        return n_tokens
+    return min(n_tokens, cache.max_size) if type(cache) is RotatingKVCache else 0
 
 
 def inspect(caches: Sequence[Any], n_tokens: int) -> Layout:
@@ -374,7 +435,7 @@ def _wholes(caches: Sequence[Any]) -> list[tuple[Sequence[mx.array | None], Sequ
     ]
 
 
-def settle(caches: Sequence[Any], plan: SnapshotPlan, start: int, stop: int) -> None:
+def settle(caches: Sequence[Any], start: int, stop: int) -> None:
     """Evaluate live caches, which may still have work of the batch before them, and look at the
     values of the tokens from ``start`` to ``stop``, and of all state that isn't by token.
 
@@ -382,8 +443,10 @@ def settle(caches: Sequence[Any], plan: SnapshotPlan, start: int, stop: int) -> 
         Refused: one of them isn't finite.
     """
     leaves = _leaves(caches)
-    mx.eval(leaves, plan.arrays)
-    values = [leaf[0, :, start:stop] for leaf in leaves] + plan.arrays
+    whole = [a for arrays, _ in _wholes(caches) for a in arrays if a is not None]
+    whole += [a for ring in _rings(caches) for a in _in_order(ring)]
+    mx.eval(leaves, whole)
+    values = [leaf[0, :, start:stop] for leaf in leaves] + whole
     finite = [mx.all(mx.isfinite(v)) for v in values if mx.issubdtype(v.dtype, mx.floating)]
     mx.eval(finite)
     if not all(f.item() for f in finite):
@@ -420,6 +483,60 @@ def capture(
         for a, b in spans
     ]
     _eval_exact([t for span in tensors for t in span])
+    return tensors
+
+
+def _rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
+    return [c for c in _flat(caches) if type(c) is RotatingKVCache and not c.keep]
+
+
+def _in_order(ring: RotatingKVCache) -> list[mx.array]:
+    """Keys and values of all tokens that a ring still has, oldest first."""
+    if _is_rotated(ring):
+        parts = slice(ring._idx, None), slice(None, ring._idx)
+        return [
+            mx.concatenate([rows[:, :, part] for part in parts], axis=2)
+            for rows in (ring.keys, ring.values)
+        ]
+    n = min(ring._idx, ring.offset)
+    return [ring.keys[:, :, :n], ring.values[:, :, :n]]
+
+
+def _is_rotated(ring: RotatingKVCache) -> bool:
+    return bool(ring._idx < min(ring.offset, ring.keys.shape[2]))
+
+
+def is_rotated(caches: Sequence[Any]) -> bool:
+    """Whether a ring has its rows in another order than a step of prefill leaves them in."""
+    return any(map(_is_rotated, _rings(caches)))
+
+
+def first_held(caches: Sequence[Any]) -> int:
+    """The first token of which all rings still have the rows."""
+    return max(int(r.offset) - _in_order(r)[0].shape[2] for r in _rings(caches))
+
+
+def capture_windows(
+    caches: Sequence[Any], layout: Layout, block_tokens: int, stops: Sequence[int]
+) -> list[tuple[mx.array, ...]]:
+    """Copy windows out of live caches: one tuple of tensors for each block, which ends at a stop.
+
+    Evaluated when this returns. The rings must have the rows; call `settle` first.
+    """
+    rings = _rings(caches)
+    leaves = [(ring.offset, rows) for ring in rings for rows in _in_order(ring)]
+    tensors = []
+    for stop in stops:
+        window = []
+        for _, size, indices in layout.ring_groups:
+            parts = []
+            for i in indices:
+                offset, rows = leaves[i]
+                end = rows.shape[2] - (offset - stop)
+                parts.append(rows[0, :, end - min(size, block_tokens) : end])
+            window.append(_stack(parts))
+        tensors.append(tuple(window))
+    _eval_exact([t for window in tensors for t in window])
     return tensors
 
 
@@ -497,26 +614,29 @@ def adopt(blocks: Sequence[Block]) -> list[Block]:
     return adopted
 
 
-def fits(layout: Layout, block: Block) -> bool:
-    """Whether a block's tensors are what the layout says."""
-    return block.specs == layout.specs(block.n_tokens)
+def fits(layout: Layout, hit: Hit) -> bool:
+    """Whether a hit's tensors are what the layout says, and all that it needs."""
+    if not all(block.specs == layout.specs(block.n_tokens) for block in hit.blocks):
+        return False
+    if layout.is_sliced or hit.snapshot:
+        return True
+    full = hit.blocks[0].n_tokens
+    n_windows = min(layout.n_windows(full), len(hit.blocks))
+    specs = layout.window_specs(full)
+    return 0 < n_windows == len(hit.windows) and all(w.specs == specs for w in hit.windows)
 
 
-def restore(
-    layout: Layout,
-    blocks: Sequence[Block],
-    snapshot: Block | None,
-    n_tokens: int,
-    n_prompt: int,
-) -> list[Any]:
-    """Private caches that hold the first ``n_tokens`` tokens of ``blocks``, evaluated.
+def restore(layout: Layout, hit: Hit, n_prompt: int) -> list[Any]:
+    """Private caches that hold the prefix which ``hit`` is, evaluated.
 
     One concatenate per array of a sliced layer into memory of its own, with rows to spare for
     the rest of a prompt of ``n_prompt`` tokens and the first generated ones. What isn't sliced
-    comes from ``snapshot``, which must be of just ``n_tokens`` tokens.
+    comes from the snapshot or the windows. The hit must fit the layout: see `fits`.
     """
-    leaves = _join(layout, blocks, n_tokens, n_prompt)
-    wholes = _unpack(snapshot) if snapshot is not None else iter(())
+    n_tokens = hit.n_tokens
+    leaves = _join(layout, hit.blocks, n_tokens, n_prompt)
+    state = hit.snapshot
+    wholes = _unpack(state) if state else _join_windows(layout, hit.windows, n_tokens)
     caches: list[Any] = []
     for layer in layout.layers:
         kind = _BY_NAME[layer.kind]
@@ -542,6 +662,22 @@ def _join(layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int)
             leaves[i] = mx.concatenate([*(block[row] for block in per_block), empty], axis=2)
     mx.eval(list(leaves.values()))
     return [leaves[i] for i in range(len(leaves))]
+
+
+def _join_windows(
+    layout: Layout, windows: Sequence[Block], n_tokens: int
+) -> Iterator[tuple[list[mx.array | None], list[int]]]:
+    """Arrays and numbers of each ring, as after a step of prefill that ended at ``n_tokens``."""
+    parts = [w.tensors for w in adopt(windows)]
+    leaves: dict[int, mx.array] = {}
+    for g, (_, size, indices) in enumerate(layout.ring_groups):
+        n = min(size, n_tokens)
+        for row, i in enumerate(indices):
+            rows = mx.concatenate([part[g][row : row + 1] for part in parts], axis=2)
+            leaves[i] = _own(rows[:, :, rows.shape[2] - n :])
+    mx.eval(list(leaves.values()))
+    pairs = [(leaves[i], leaves[i + 1]) for i in range(0, len(leaves), 2)]
+    return iter([([k, v], [k.shape[2]]) for k, v in pairs])
 
 
 def _unpack(snapshot: Block) -> Iterator[tuple[list[mx.array | None], list[int]]]:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from math import log2
 
-from tieredkv.core import CACHE_TYPES
+from tieredkv.core import CACHE_TYPES, GRADES
+
+# A prompt diverges between two ends of messages that much more seldom than at one.
+_SELDOM = 4
+
+# State at every so many tokens stands like a block of tokens, whatever it weighs: a step of
+# mlx-lm's prefill.
+_STEP = 2048
 
 
 def admit(sizes: Sequence[int], *, free: int, reclaimable: int) -> int:
@@ -38,3 +46,28 @@ def victim_order(counts: Mapping[str, int]) -> list[str]:
         if counts[kind] and counts[kind] >= counts[above]:
             return [kind, *(k for k in CACHE_TYPES if k != kind)]
     return list(reversed(CACHE_TYPES))
+
+
+def spared_between(position: int, every: int) -> float:
+    """Tokens of prefill that a position in the middle of a prompt is expected to spare.
+
+    Positions are the multiples of ``every``. Those that more powers of two divide spare more:
+    so that, when the odd ones have gone, the others still lie evenly, at twice the distance.
+    """
+    n = position // every
+    return every * (n & -n) / _SELDOM
+
+
+def grade(n_bytes: int, spared: float, bytes_per_token: float) -> int:
+    """How many times over, as a power of two, state ages faster than blocks of tokens.
+
+    State of ``n_bytes`` that spares ``spared`` tokens of prefill stands like a block, at grade 0,
+    if it takes no more bytes for each than a block does.
+    """
+    par = max(bytes_per_token, n_bytes / _STEP)
+    return min(max(0, -round(log2(spared * par / n_bytes))), GRADES - 1)
+
+
+def first_to_leave(last_uses: Mapping[int, int], now: int) -> int:
+    """Of the grades' oldest leaves, by their last use, the grade of that which leaves first."""
+    return max(last_uses, key=lambda g: ((now - last_uses[g]) << g, g))

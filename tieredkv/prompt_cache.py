@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from tieredkv import keys, layout
+from tieredkv import keys, layout, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
@@ -29,10 +29,12 @@ from tieredkv.core import (
     BlockKey,
     Chain,
     Config,
+    Hit,
     Namespace,
     Problem,
     Refused,
     StoreStats,
+    TensorSpec,
     Tokens,
 )
 from tieredkv.identity import Fingerprints, IdentityChanged
@@ -40,6 +42,9 @@ from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.store import TieredStore
 
 _LOG = logging.getLogger("tieredkv")
+
+# What was evicted or found damaged after a match isn't matched again.
+_TRIES = 2
 
 
 def _host() -> str:
@@ -220,18 +225,25 @@ class TieredPromptCache:
             return None, 0
         namespace, shape = found
         chain = self._chain(namespace, tokens[:-1])
-        store = self._store
-        match = store.match(chain) if shape.is_sliced else store.match_snapshot(chain)
-        hit = store.load(chain, match)
-        if hit is None or not (shape.is_sliced or hit.snapshot):
+        hit = self._load(chain, shape)
+        if hit is None:
             return self._miss("absent")
-        if not all(layout.fits(shape, block) for block in hit.blocks):
-            return self._miss("layout")
-        caches = layout.restore(shape, hit.blocks, hit.snapshot, hit.n_tokens, len(tokens))
+        caches = layout.restore(shape, hit, len(tokens))
         self._store.counters.add("hits")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return caches, hit.n_tokens
+
+    def _load(self, chain: Chain, shape: Layout) -> Hit | None:
+        for _ in range(_TRIES):
+            if shape.is_sliced:
+                match = self._store.match(chain)
+            else:
+                match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
+            hit = self._store.load(chain, match)
+            if hit is None or layout.fits(shape, hit):
+                return hit
+        return None
 
     def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
         try:
@@ -241,12 +253,11 @@ class TieredPromptCache:
             base = self._base(model)
             namespace = replace(base, layout=shape.to_json())
             chain = self._chain(namespace, keys.as_tokens(tokens))
-            if not shape.is_sliced:
+            if self._needs_snapshot(chain, shape, caches):
                 chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
-            plan = layout.SnapshotPlan(caches)
             if lacking:
-                layout.settle(caches, plan, chain.span(lacking.start)[0], len(chain.tokens))
+                layout.settle(caches, chain.span(lacking.start)[0], len(chain.tokens))
         except Refused as e:
             self._refuse(e)
             return
@@ -255,14 +266,24 @@ class TieredPromptCache:
             return
         self._layouts[keys.base_key(base)] = shape
         self._store.register(namespace)
-        blocks = self._captured(chain, lacking, shape, caches, plan)
+        blocks = self._captured(chain, lacking, shape, caches)
         self._store.put(chain, blocks, kind)
+        if shape.window:
+            self._put_windows(chain, shape, caches, kind)
         self._store.counters.add("inserts")
 
+    def _needs_snapshot(self, chain: Chain, shape: Layout, caches: list[Any]) -> bool:
+        """Whether neither cutting nor windows will restore the end of ``chain``."""
+        if shape.is_sliced:
+            return False
+        at_block = len(chain.keys) == chain.n_full
+        return not (shape.window and at_block) or layout.is_rotated(caches)
+
     def _captured(
-        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any], plan: SnapshotPlan
+        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any]
     ) -> list[Block]:
-        """New blocks of the chain, and its snapshot if it has one, as far as there is room."""
+        """New blocks of the chain, and its snapshot if it needs one, as far as there is room."""
+        plan = SnapshotPlan(caches)
         specs = [shape.specs(b - a) if b > a else plan.specs() for a, b in map(chain.span, lacking)]
         wanted = lacking[: self._store.admit(chain, specs)]
         spans = [chain.span(i) for i in wanted]
@@ -270,9 +291,47 @@ class TieredPromptCache:
         if spans and spans[-1][0] == spans[-1][1]:
             tensors.append(plan.capture())
         return [
-            Block(chain.root, chain.parent(i), chain.keys[i], chain.tokens_of(i), spec, t)
+            Block(
+                chain.root,
+                chain.parent(i),
+                chain.keys[i],
+                chain.tokens_of(i),
+                spec,
+                t,
+                0 if chain.tokens_of(i) else _grade(chain, shape, spec),
+            )
             for i, spec, t in zip(wanted, specs, tensors, strict=False)
         ]
+
+    def _put_windows(self, chain: Chain, shape: Layout, caches: list[Any], kind: str) -> None:
+        """Store windows at the blocks of ``chain`` of which the rings still have the rows."""
+        size = chain.block_tokens
+        specs = shape.window_specs(size)
+        first = -(-max(0, layout.first_held(caches) + min(size, shape.window) - size) // size)
+        lacking = self._store.windowless(chain, first)
+        wanted = self._store.admit_windows(chain, lacking, specs)
+        stops = [chain.span(i)[1] for i in wanted]
+        tensors = layout.capture_windows(caches, shape, size, stops)
+        # What the end of a block needs is one thing, and in the whole of it worth something.
+        every = shape.n_windows(size)
+        n_bytes = every * sum(spec.n_bytes for spec in specs)
+        grades = [
+            policy.grade(n_bytes, policy.spared_between(g, 1) * every * size, shape.bytes_per_token)
+            for g in range(1, chain.n_full // every + 2)
+        ]
+        windows = [
+            Block(
+                chain.root,
+                chain.keys[i],
+                keys.window_key(chain.keys[i]),
+                keys.WINDOW_TOKENS,
+                specs,
+                t,
+                grades[i // every],
+            )
+            for i, t in zip(wanted, tensors, strict=True)
+        ]
+        self._store.put_windows(chain, windows, kind)
 
     # ---- names
 
@@ -351,3 +410,13 @@ class TieredPromptCache:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what
                 )
+
+
+def _grade(chain: Chain, shape: Layout, specs: Sequence[TensorSpec]) -> int:
+    """How the snapshot at the end of ``chain`` ages: as a checkpoint at a block's end, where
+    messages seldom end.
+    """
+    n = len(chain.tokens)
+    at_block = n == chain.n_full * chain.block_tokens
+    spared = policy.spared_between(n, chain.block_tokens) if at_block else n
+    return policy.grade(sum(s.n_bytes for s in specs), spared, shape.bytes_per_token)

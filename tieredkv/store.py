@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import (
@@ -20,12 +21,13 @@ from tieredkv.core import (
     LowerTier,
     Match,
     Namespace,
+    Partial,
     Problem,
     StoreStats,
     TensorSpec,
     TierStats,
 )
-from tieredkv.keys import block_key, common_prefix
+from tieredkv.keys import WINDOW_TOKENS, common_prefix, snapshot_key, window_key
 from tieredkv.metrics import Counters
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier, held_bytes
@@ -82,25 +84,48 @@ class TieredStore:
             return Match((*found, cool.key), n_tokens + cool.n_tokens, n_hot)
         return Match(found, n_tokens, n_hot)
 
-    def match_snapshot(self, chain: Chain) -> Match:
-        """The longest prefix of ``chain`` that ends at a snapshot, its key last. Writes nothing."""
+    def match_state(self, chain: Chain, n_windows: int) -> Match:
+        """The longest prefix of ``chain`` that ends at a snapshot, whose key is then the last, or,
+        if ``n_windows`` isn't 0, at a block with so many windows before its end, or as many as
+        there are blocks. Writes nothing.
+        """
         n = self.cold.lookup(chain, self.hot.lookup(chain))
+        whole = chain.keys[:n]
+        state = [snapshot_key(k) for k in whole] + [window_key(k) for k in whole if n_windows]
+        present = self._present(state)
         for i in range(n, -1, -1):
-            parent, tokens = chain.parent(i), chain.tokens_of(i) if i < len(chain.keys) else b""
-            found = (*self.hot.prefixes(parent, tokens), *self.cold.prefixes(parent, tokens))
-            tails = sorted({p.key: p for p in found}.values(), key=lambda p: -p.n_tokens)
-            ends = [((p.key,), p.n_tokens) for p in tails] + [((), 0)] * bool(i)
-            for last, n_tokens in ends:
-                path = (*chain.keys[:i], *last)
-                snapshot = block_key(path[-1], b"")
-                if self._has(snapshot):
-                    path = (*path, snapshot)
-                    n_hot = len(self.hot.load(path))
-                    return Match(path, i * chain.block_tokens + n_tokens, n_hot)
+            for tail in self._tails(chain, i):
+                snapshot = snapshot_key(tail.key)
+                if self._present([snapshot]):
+                    path = (*whole[:i], tail.key, snapshot)
+                    return self._matched(path, i * chain.block_tokens + tail.n_tokens)
+            if not i:
+                break
+            if state[i - 1] in present:
+                return self._matched((*whole[:i], state[i - 1]), i * chain.block_tokens)
+            windows = state[n + max(0, i - n_windows) : n + i] if n_windows else []
+            if windows and present.issuperset(windows):
+                return self._matched(whole[:i], i * chain.block_tokens, windows)
         return Match()
 
-    def _has(self, key: BlockKey) -> bool:
-        return bool(self.hot.load([key])) or self.cold.has(key)
+    def _matched(
+        self, path: tuple[BlockKey, ...], n_tokens: int, windows: Sequence[BlockKey] = ()
+    ) -> Match:
+        return Match(path, n_tokens, len(self.hot.load(path)), tuple(windows))
+
+    def _tails(self, chain: Chain, i: int) -> list[Partial]:
+        """Blocks in place of block ``i`` of ``chain`` all of whose tokens lead its own."""
+        if i == len(chain.keys):
+            return []
+        parent, tokens = chain.parent(i), chain.tokens_of(i)
+        found = (*self.hot.prefixes(parent, tokens), *self.cold.prefixes(parent, tokens))
+        return sorted({p.key: p for p in found}.values(), key=lambda p: -p.n_tokens)
+
+    def _present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+        """Which of ``keys`` are in either tier."""
+        warm = self.hot.present(keys)
+        cool = [key for key in keys if key not in warm]
+        return warm | self.cold.present(cool) if cool else warm
 
     def load(self, chain: Chain, match: Match) -> Hit | None:
         """Read the blocks of a match, promoting the cold ones; None if none could be had.
@@ -113,10 +138,23 @@ class TieredStore:
         hit = _verified(chain, [*warm, *cool], len(warm))
         if hit is None:
             return None
-        deepest = hit.snapshot or hit.blocks[-1]
-        self.hot.touch([deepest.key])
-        self.writer.touch(deepest.key)
+        hit = replace(hit, windows=self._windows(match.windows, hit.blocks))
+        for used in (hit.snapshot or hit.blocks[-1], *hit.windows):
+            self.hot.touch([used.key])
+            self.writer.touch(used.key)
         return hit
+
+    def _windows(self, wanted: Sequence[BlockKey], blocks: Sequence[Block]) -> tuple[Block, ...]:
+        """The windows of the last of ``blocks``, promoted where need be; none unless all."""
+        warm = {key: b for key in wanted for b in self.hot.load([key])}
+        cool = [key for key in wanted if key not in warm]
+        found = warm | {b.key: b for b in self._promote(cool)} if cool else warm
+        windows = [found[key] for key in wanted if key in found]
+        sound = len(windows) == len(wanted) and all(
+            w.parent == b.key and w.tokens == WINDOW_TOKENS
+            for w, b in zip(windows, blocks[len(blocks) - len(wanted) :], strict=True)
+        )
+        return tuple(windows) if sound else ()
 
     def _promote(self, wanted: Sequence[BlockKey]) -> list[Block]:
         blocks = self.cold.load(wanted)
@@ -144,9 +182,42 @@ class TieredStore:
 
         Returns how many of them, from the first, may be put.
         """
-        n = self.hot.make_room(chain, [held_bytes(s) for s in specs])
+        n = self.hot.make_room(chain.keys, [held_bytes(s) for s in specs])
         self._lose("hot_full", len(specs) - n)
         return n
+
+    def windowless(self, chain: Chain, start: int) -> list[int]:
+        """Indices, from ``start`` on, of the full blocks of ``chain`` that are in the hot tier,
+        but whose windows aren't.
+        """
+        known = self.hot.present(chain.keys[start : chain.n_full])
+        window_of = {window_key(key): key for key in known}
+        known -= {window_of[key] for key in self.hot.present(list(window_of))}
+        return [i for i in range(start, chain.n_full) if chain.keys[i] in known]
+
+    def admit_windows(
+        self, chain: Chain, indices: Sequence[int], specs: Sequence[TensorSpec]
+    ) -> Sequence[int]:
+        """Make room in the hot tier for windows of these specs at these blocks of ``chain``; for
+        which of them there is some. Those at the end are worth most.
+        """
+        own = [*chain.keys, *map(window_key, chain.keys[: chain.n_full])]
+        n = self.hot.make_room(own, [held_bytes(specs)] * len(indices))
+        self._lose("hot_full", len(indices) - n)
+        return indices[len(indices) - n :]
+
+    def put_windows(self, chain: Chain, windows: Sequence[Block], kind: str = "assistant") -> None:
+        """Store captured windows at blocks of ``chain``, and queue what the cold tier lacks of all
+        that it has.
+        """
+        self._lose("hot_full", len(windows) - self.hot.put(windows, kind))
+        if not self.cold.cap_bytes:
+            return
+        keys = [window_key(key) for key in chain.keys[: chain.n_full]]
+        stored = self.cold.present(keys)
+        self.hot.mark_stored(stored)
+        fresh = [k for k in keys if k not in stored and not self.writer.waits(k)]
+        self._queue([b for key in fresh for b in self.hot.load([key])])
 
     def _covers(self, chain: Chain, i: int) -> bool:
         if i < len(chain.keys) - 1 or not chain.tokens_of(i):
@@ -160,7 +231,7 @@ class TieredStore:
         known = self.hot.load(chain.keys)
         held = self.hot.put([*known, *blocks], kind)
         self._lose("hot_full", len(known) + len(blocks) - held)
-        self.hot.enter(chain, kind)
+        self.hot.enter(_entry(chain), kind)
         self._submit(chain)
         if self.config.max_entries is not None:
             self.hot.limit_entries(self.config.max_entries)
@@ -170,7 +241,10 @@ class TieredStore:
         self.hot.mark_stored(chain.keys[:n])
         while n < len(chain.keys) and self.writer.waits(chain.keys[n]):
             n += 1
-        blocks = self.hot.hold(self.hot.load(chain.keys[n:]))
+        self._queue(self.hot.load(chain.keys[n:]))
+
+    def _queue(self, blocks: Sequence[Block]) -> None:
+        blocks = self.hot.hold(blocks)
         taken = self.writer.submit(blocks)
         self.hot.release(b.key for b in blocks[taken:])
         self._lose("queue_full", len(blocks) - taken)
@@ -237,6 +311,17 @@ class TieredStore:
         self.cold.close()
 
 
+def _entry(chain: Chain) -> Chain:
+    """What counts as a prompt: the blocks alone at a block's end, where checkpoints are, so that
+    what goes on from there takes its place.
+    """
+    return replace(chain, keys=chain.keys[: chain.n_full]) if _at_block(chain) else chain
+
+
+def _at_block(chain: Chain) -> bool:
+    return len(chain.tokens) == chain.n_full * chain.block_tokens
+
+
 def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
     """The hit that ``blocks`` prove to be: each hangs on the one before and has the prompt's
     tokens; only the last may go on differently, and counts up to there. A snapshot ends it.
@@ -263,4 +348,4 @@ def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
         parent = block.key
     if not used:
         return None
-    return Hit(tuple(used), n_tokens, snapshot, n_hot, n_tokens - n_hot)
+    return Hit(tuple(used), n_tokens, snapshot, (), n_hot, n_tokens - n_hot)

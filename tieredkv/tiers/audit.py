@@ -89,7 +89,7 @@ def _use_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
         if use.children != count.children[key]:
             yield key.hex(), f"counts {use.children} children, has {count.children[key]}"
         if not use.children:
-            leaves.add(order_key(use.last, key))
+            leaves.add(order_key(use, key))
     yield from _differences(set(count.records), seen, "use record")
     ordered = {key for key, _ in rows.rows("order")}
     yield from _differences(leaves, ordered, "order row")

@@ -71,7 +71,16 @@ _SETTLING = "settling"
 _MAX_SETTLING = 3
 
 _T = TypeVar("_T")
-_Found = tuple[BlockKey, Record, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A block as it was read, not yet decoded."""
+
+    key: BlockKey
+    record: Record
+    blob: bytes
+    grade: int
 
 
 def batch_bytes(cap_bytes: int) -> int:
@@ -181,6 +190,12 @@ class _Reading:
 
         return self._read(search, [])
 
+    def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+        """See ``Tier.present``. One transaction for all."""
+        nothing: frozenset[BlockKey] = frozenset()
+        found = self._read(lambda rows: frozenset(filter(rows.has, keys)), nothing)
+        return found - self._condemned
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """See ``Tier.load``. Blobs are copied in one read transaction, decoded after it."""
         pool = self._pool
@@ -215,10 +230,6 @@ class _Reading:
             return next(bad, low)
 
         return self._read(search, 0)
-
-    def has(self, key: BlockKey) -> bool:
-        """Whether a block is in the store."""
-        return key not in self._condemned and self._read(lambda rows: rows.has(key), False)
 
     def layouts(self, base: BlockKey) -> list[str]:
         """Layout, as JSON, of every namespace in the store whose base key is ``base``."""
@@ -297,21 +308,19 @@ class _Reading:
     def _collect(self, rows: Rows, keys: Sequence[BlockKey]) -> list[_Found]:
         """Leading blocks whose records are consistent and whose pieces are all there."""
         found: list[_Found] = []
-        before: BlockKey | None = None
         for key in keys:
             record = None if key in self._condemned else rows.record(key)
-            if record is None or (before is not None and record.parent != before):
+            if record is None:
                 break
             blob = rows.blob(key, record)
             if blob is None or not record.names(key):
                 self._condemn(key, "its pieces or its key are not those of its record")
                 break
-            found.append((key, record, blob))
-            before = key
+            found.append(_Found(key, record, blob, rows.use(key).grade))
         return found
 
     def _decode(self, item: _Found) -> Block | None:
-        key, record, blob = item
+        key, record, blob = item.key, item.record, item.blob
         if checksum(blob) != record.checksum:
             self._condemn(key, "its checksum is wrong")
             return None
@@ -323,7 +332,7 @@ class _Reading:
         except Exception as error:  # noqa: BLE001 - counted, logged; the caller serves requests
             self._count_fault("decode", error)
             return None
-        return Block(record.root, record.parent, key, record.tokens, specs, tensors)
+        return Block(record.root, record.parent, key, record.tokens, specs, tensors, item.grade)
 
     def _condemn(self, key: BlockKey, why: str) -> None:
         """Treat a damaged block as absent from now on; a writer deletes it, to be stored anew."""
@@ -607,7 +616,7 @@ class ColdTier(_Reading):
         if not ledger.fits_file(cost, cap - cap // 128, scattered_bytes(cap)):
             return _SETTLING
         record = record_of(block, len(blob), item.checksum, time.time_ns())
-        ledger.add(block.key, record, blob, self._origins.get(block.root))
+        ledger.add(block.key, record, blob, block.grade, self._origins.get(block.root))
         done.counts["blocks_written"] += 1
         done.counts["bytes_written"] += len(blob)
         done.counts["page_bytes_written"] += cost
@@ -742,7 +751,7 @@ def _evict(ledger: Ledger, limit: int, terms: _Terms, done: _Done) -> bool:
     while ledger.live_bytes() > limit:
         if done.evicted_bytes >= terms.evictable_bytes:
             return False
-        victim = ledger.oldest_leaf(terms.spared)
+        victim = ledger.first_to_leave(terms.spared)
         if victim is None:
             return False
         done.evicted_bytes += ledger.cost_bytes(ledger.remove(victim).blob_bytes)

@@ -16,7 +16,16 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from tieredkv import keys, layout, policy
-from tieredkv.core import CACHE_TYPES, Block, BlockKey, Chain, Partial, Problem, TensorSpec
+from tieredkv.core import (
+    CACHE_TYPES,
+    GRADES,
+    Block,
+    BlockKey,
+    Chain,
+    Partial,
+    Problem,
+    TensorSpec,
+)
 
 # Metal rounds buffers larger than a page up to whole pages; the CPU allocator does not round.
 _GRANULE = mmap.PAGESIZE if mx.metal.is_available() else 1
@@ -69,8 +78,9 @@ class HotTier:
         self._lock = threading.Lock()
         self._nodes: dict[BlockKey, _Node] = {}
         self._siblings: dict[BlockKey, list[tuple[bytes, BlockKey]]] = {}
-        # Leaves by type as heaps of (last use, key); stale items are dropped when they surface.
-        self._leaves: dict[str, list[tuple[int, BlockKey]]] = {k: [] for k in CACHE_TYPES}
+        # Leaves by type and grade as heaps of (last use, key); stale items are dropped when they
+        # surface.
+        self._leaves: dict[tuple[str, int], list[tuple[int, BlockKey]]] = _no_leaves()
         self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
         # Replaced by a longer sibling while held: can't be found, but still takes memory.
         self._replaced: dict[BlockKey, _Node] = {}
@@ -165,6 +175,11 @@ class HotTier:
                     order = keys.common_start(order, other)
             return found
 
+    def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+        """See `core.Tier.present`."""
+        with self._lock:
+            return frozenset(key for key in keys if key in self._nodes)
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """See `core.Tier.load`."""
         with self._lock:
@@ -183,12 +198,12 @@ class HotTier:
 
     # ---- writing
 
-    def make_room(self, chain: Chain, sizes: Sequence[int]) -> int:
-        """Evict for the last ``len(sizes)`` blocks of ``chain``; how many of them, from the
-        first, may be put now. Never evicts a block of the chain itself.
+    def make_room(self, own: Sequence[BlockKey], sizes: Sequence[int]) -> int:
+        """Evict for new blocks of these sizes; how many of them, from the first, may be put now.
+        Never evicts one of ``own``.
         """
         with self._lock:
-            return self._make_room(set(chain.keys), sizes)
+            return self._make_room(set(own), sizes)
 
     def _make_room(self, own: set[BlockKey], sizes: Sequence[int]) -> int:
         self._reap()
@@ -294,18 +309,19 @@ class HotTier:
             self._offer(node)
 
     def _offer(self, node: _Node) -> None:
-        heap = self._leaves[node.kind]
+        heap = self._leaves[node.kind, node.block.grade]
         heapq.heappush(heap, (node.last_use, node.block.key))
         if len(heap) > 64 + 4 * len(self._nodes):
-            heap[:] = [item for item in heap if self._stands(item, node.kind)]
+            heap[:] = [item for item in heap if self._stands(item, node.kind, node.block.grade)]
             heapq.heapify(heap)
 
-    def _stands(self, item: tuple[int, BlockKey], kind: str) -> bool:
+    def _stands(self, item: tuple[int, BlockKey], kind: str, grade: int) -> bool:
         node = self._nodes.get(item[1])
         return (
             node is not None
             and node.last_use == item[0]
             and node.kind == kind
+            and node.block.grade == grade
             and not node.children
         )
 
@@ -430,13 +446,28 @@ class HotTier:
 
     def _drop_branch(self, key: BlockKey) -> None:
         node = self._nodes.get(key)
-        while node and not (node.children or node.entries):
+        while node and not node.entries:
+            self._drop_state(node)
+            if node.children:
+                return
             if node.holds:
                 self._leaving.add(node.block.key)
                 return
             parent = self._nodes.get(node.block.parent)
             self._evict(node)
             node = parent
+
+    def _drop_state(self, node: _Node) -> None:
+        """Let go of the snapshot and the window at a block, if it has no other children."""
+        state = (keys.snapshot_key(node.block.key), keys.window_key(node.block.key))
+        children = [self._nodes[key] for _, key in self._siblings.get(node.block.key, [])]
+        if any(c.block.key not in state or c.entries for c in children):
+            return
+        for child in children:
+            if child.holds:
+                self._leaving.add(child.block.key)
+            else:
+                self._evict(child)
 
     # ---- leaving
 
@@ -449,26 +480,42 @@ class HotTier:
 
     def _evict_one(self, spared: set[BlockKey] | frozenset[BlockKey]) -> bool:
         for kind in policy.victim_order(self._n_leaves):
-            node = self._oldest_leaf(kind, spared)
+            node = self._leaving_first(kind, spared)
             if node is not None:
                 self._evict(node)
                 return True
         return False
 
-    def _oldest_leaf(self, kind: str, spared: set[BlockKey] | frozenset[BlockKey]) -> _Node | None:
-        heap = self._leaves[kind]
-        passed = []
+    def _leaving_first(
+        self, kind: str, spared: set[BlockKey] | frozenset[BlockKey]
+    ) -> _Node | None:
+        heads = {}
+        for grade in range(GRADES):
+            node = self._oldest_leaf(kind, grade, spared)
+            if node is not None:
+                heads[grade] = node
+        if not heads:
+            return None
+        last_uses = {grade: node.last_use for grade, node in heads.items()}
+        return heads[policy.first_to_leave(last_uses, self._clock)]
+
+    def _oldest_leaf(
+        self, kind: str, grade: int, spared: set[BlockKey] | frozenset[BlockKey]
+    ) -> _Node | None:
+        heap = self._leaves[kind, grade]
+        kept = []
         found = None
         while heap and found is None:
             item = heapq.heappop(heap)
-            if not self._stands(item, kind):
+            if not self._stands(item, kind, grade):
                 continue
             node = self._nodes[item[1]]
-            if item[1] in spared:
-                passed.append(item)
-            elif not node.holds:
+            if item[1] not in spared:
+                if node.holds:
+                    continue
                 found = node
-        for item in passed:
+            kept.append(item)
+        for item in kept:
             heapq.heappush(heap, item)
         return found
 
@@ -520,7 +567,7 @@ class HotTier:
             self._held.clear()
             self._leaving.clear()
             self._entries.clear()
-            self._leaves = {k: [] for k in CACHE_TYPES}
+            self._leaves = _no_leaves()
             self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
             self._n_bytes = self._cap = 0
 
@@ -575,6 +622,10 @@ class HotTier:
                 yield entry.hex(), "an entry without its last block"
         if sum(len(node.entries) for node in self._nodes.values()) != len(self._entries):
             yield "entries", "a block knows an entry that the tier does not"
+
+
+def _no_leaves() -> dict[tuple[str, int], list[tuple[int, BlockKey]]]:
+    return {(kind, grade): [] for kind in CACHE_TYPES for grade in range(GRADES)}
 
 
 def _is(block: Block, chain: Chain, i: int) -> bool:

@@ -15,11 +15,11 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tieredkv.core import BlockKey, CorruptBlob
+from tieredkv.core import GRADES, BlockKey, CorruptBlob
 from tieredkv.keys import common_start
+from tieredkv.policy import first_to_leave
 from tieredkv.tiers.records import (
     CHILD_ID_BYTES,
-    LAST_USE_BYTES,
     PIECE_BYTES,
     SEGMENT_BYTES,
     Record,
@@ -34,6 +34,7 @@ from tieredkv.tiers.records import (
     segments,
     unpack_namespace,
     unpack_number,
+    unpack_order,
 )
 
 DATABASES = ("meta", "namespace", "index", "use", "order", "child", "blob")
@@ -294,10 +295,13 @@ class Ledger(Rows):
         growth = max(0, self._added + cost - usable)
         return not growth or self._file_bytes + growth <= cap_bytes
 
-    def add(self, key: bytes, record: Record, blob: bytes, origin: Origin | None) -> None:
+    def add(
+        self, key: bytes, record: Record, blob: bytes, grade: int, origin: Origin | None
+    ) -> None:
         """Insert a block that isn't here and whose parent is.
 
-        ``origin`` describes its namespace; None leaves the description that is there.
+        ``grade`` says how it ages. ``origin`` describes its namespace; None leaves the
+        description that is there.
         """
         self._added += self.cost_bytes(len(blob))
         view = memoryview(blob)
@@ -306,7 +310,7 @@ class Ledger(Rows):
             piece = view[start : start + PIECE_BYTES]
             self._txn.put(piece_key(key, number), piece, db=self._dbs.blob)
         self._txn.put(key, record.pack(), db=self._dbs.index)
-        self._put_use(key, None, Use(self._tick()))
+        self._put_use(key, None, Use(self._tick(), grade=grade))
         for row in child_rows(record.parent, key, record.tokens):
             self._txn.put(row, key, db=self._dbs.child)
         if record.parent != record.root:
@@ -331,7 +335,7 @@ class Ledger(Rows):
             self._txn.delete(piece_key(key, number), db=self._dbs.blob)
         self._txn.delete(key, db=self._dbs.index)
         self._txn.delete(key, db=self._dbs.use)
-        self._txn.delete(order_key(use.last, key), db=self._dbs.order)
+        self._txn.delete(order_key(use, key), db=self._dbs.order)
         for row in child_rows(record.parent, key, record.tokens):
             self._txn.delete(row, db=self._dbs.child)
         if record.parent != record.root:
@@ -356,12 +360,28 @@ class Ledger(Rows):
             removed += 1
         return removed
 
-    def oldest_leaf(self, spared: Container[bytes]) -> BlockKey | None:
-        """The least recently used leaf that isn't among ``spared``."""
-        for row in self._txn.cursor(self._dbs.order).iternext(keys=True, values=False):
-            key = row[LAST_USE_BYTES:]
+    def first_to_leave(self, spared: Container[bytes]) -> BlockKey | None:
+        """Of the leaves that aren't among ``spared``, the one that the policy gives up first."""
+        heads: dict[int, tuple[int, BlockKey]] = {}
+        for grade in range(GRADES):
+            head = self._oldest(grade, spared)
+            if head is not None:
+                heads[grade] = head
+        if not heads:
+            return None
+        return heads[first_to_leave({g: last for g, (last, _) in heads.items()}, self._clock)][1]
+
+    def _oldest(self, grade: int, spared: Container[bytes]) -> tuple[int, BlockKey] | None:
+        """Last use and key of the least recently used leaf of a grade."""
+        cursor = self._txn.cursor(self._dbs.order)
+        found = cursor.set_range(bytes((grade,)))
+        while found:
+            of_grade, last, key = unpack_order(bytes(cursor.key()))
+            if of_grade != grade:
+                return None
             if key not in spared:
-                return BlockKey(key)
+                return last, key
+            found = cursor.next()
         return None
 
     def _tick(self) -> int:
@@ -372,8 +392,8 @@ class Ledger(Rows):
 
     def _put_use(self, key: bytes, old: Use | None, new: Use) -> None:
         """Write a use record and keep ``order`` to it: leaves only, at their last use."""
-        listed = order_key(old.last, key) if old and not old.children else None
-        wanted = None if new.children else order_key(new.last, key)
+        listed = order_key(old, key) if old and not old.children else None
+        wanted = None if new.children else order_key(new, key)
         if listed != wanted:
             if listed:
                 self._txn.delete(listed, db=self._dbs.order)

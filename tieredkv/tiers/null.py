@@ -26,6 +26,10 @@ class NullTier:
         """None."""
         return []
 
+    def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:  # noqa: ARG002
+        """None."""
+        return frozenset()
+
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:  # noqa: ARG002
         """No blocks."""
         return []
@@ -47,10 +51,6 @@ class NullTier:
     def missing(self, chain: Chain) -> int:
         """Wants nothing."""
         return len(chain.keys)
-
-    def has(self, key: BlockKey) -> bool:  # noqa: ARG002
-        """No."""
-        return False
 
     def register(self, namespace: Namespace) -> None:
         """Describes nothing."""

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tieredkv.core import FORMAT_VERSION, Block, BlockKey, CorruptBlob, Namespace
+from tieredkv.core import FORMAT_VERSION, GRADES, Block, BlockKey, CorruptBlob, Namespace
 from tieredkv.keys import block_key, ordered
 
 # An LMDB value takes its size and a 16-byte header in whole pages: this fills 16 pages of
@@ -27,7 +27,7 @@ LAST_USE_BYTES = 8
 
 _RECORD = struct.Struct("<II32s32s16sIIQQQ")
 _CRC = struct.Struct("<I")
-_USE = struct.Struct("<QII")
+_USE = struct.Struct("<QIII")
 _NAMESPACE = struct.Struct("<QQQ32s")
 _NUMBER = struct.Struct("<Q")
 _MAX_COUNT = (1 << 32) - 1
@@ -108,22 +108,28 @@ def record_of(block: Block, blob_bytes: int, checksum: bytes, created: int) -> R
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What ``use`` holds of a block: last use on the store's clock, children, times touched."""
+    """What ``use`` holds of a block: last use on the store's clock, children, times touched, and
+    the grade of its ageing.
+    """
 
     last: int
     children: int = 0
     hits: int = 0
+    grade: int = 0
 
     def pack(self) -> bytes:
-        """16 bytes."""
-        return _USE.pack(self.last, self.children, min(self.hits, _MAX_COUNT))
+        """20 bytes."""
+        return _USE.pack(self.last, self.children, min(self.hits, _MAX_COUNT), self.grade)
 
     @classmethod
     def unpack(cls, data: bytes) -> Use:
         """The value that ``pack`` made; CorruptBlob if it isn't one."""
         if len(data) != _USE.size:
             raise CorruptBlob("use record has another size")
-        return cls(*_USE.unpack(data))
+        use = cls(*_USE.unpack(data))
+        if use.grade >= GRADES:
+            raise CorruptBlob("use record has a grade out of bounds")
+        return use
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +214,15 @@ def piece_key(key: bytes, number: int) -> bytes:
     return key + number.to_bytes(2, "big")
 
 
-def order_key(last: int, key: bytes) -> bytes:
-    """Key of a leaf in ``order``: least recently used first, then by block key."""
-    return last.to_bytes(LAST_USE_BYTES, "big") + key
+def order_key(use: Use, key: bytes) -> bytes:
+    """Key of a leaf in ``order``: in each grade the least recently used first."""
+    return bytes((use.grade,)) + use.last.to_bytes(LAST_USE_BYTES, "big") + key
+
+
+def unpack_order(row: bytes) -> tuple[int, int, BlockKey]:
+    """Grade, last use and block key of a row of ``order``."""
+    last = int.from_bytes(row[1 : 1 + LAST_USE_BYTES], "big")
+    return row[0], last, BlockKey(row[1 + LAST_USE_BYTES :])
 
 
 def child_group(parent: bytes, level: int, before: bytes) -> bytes:

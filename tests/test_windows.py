@@ -1,0 +1,189 @@
+"""Models with sliding windows: hits at the end of every block whose rows were still there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import caches
+import mlx.core as mx
+import pytest
+from caches import MODEL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import RotatingKVCache
+
+from tieredkv import TieredPromptCache, keys, policy
+from tieredkv.core import GRADES, WINDOW
+from tieredkv.tiers.records import MAX_RAW_BYTES
+
+SIZES = (6, 3)
+BLOCK = 4
+
+
+def advance(live: list[Any], tokens: list[int], start: int, stop: int) -> None:
+    """One step of a model with a layer of attention and two of sliding windows."""
+    for layer, cache in enumerate(live):
+        k, v = (mx.array(caches.rows(tokens[:stop], 2 * layer + i)) for i in (0, 1))
+        cache.update_and_fetch(k[:, :, start:stop], v[:, :, start:stop])
+
+
+def make() -> list[Any]:
+    return [*caches.make([], layers=0), caches.KVCache(), *map(RotatingKVCache, SIZES)]
+
+
+def holds(live: list[Any], tokens: list[int]) -> bool:
+    """Whether all layers hold just the state of ``tokens``: rings in the order of time."""
+    if not caches.holds(live[:1], tokens):
+        return False
+    for layer, ring in enumerate(live[1:], 1):
+        n = min(ring.max_size, len(tokens))
+        for i, rows in enumerate((ring.keys, ring.values)):
+            got = ring._temporal_order(rows)[:, :, -n:]
+            want = mx.array(caches.rows(tokens, 2 * layer + i)[:, :, -n:])
+            if ring.offset != len(tokens) or not mx.array_equal(got, want).item():
+                return False
+    return True
+
+
+def serve(cache: TieredPromptCache, tokens: list[int], stops: list[int]) -> None:
+    """Prefill in steps, with an insert after each."""
+    live, done = make(), 0
+    for stop in stops:
+        advance(live, tokens, done, stop)
+        cache.insert_cache(MODEL, tokens[:stop], live, cache_type="user")
+        done = stop
+
+
+def hit(cache: TieredPromptCache, tokens: list[int]) -> int:
+    """Hit length, having checked the state, and that going on from it is as without the cache."""
+    found, rest = cache.fetch_nearest_cache(MODEL, tokens)
+    n = len(tokens) - len(rest)
+    assert (found is None) == (n == 0)
+    if found is not None:
+        assert holds(found, tokens[:n])
+        for stop in range(n + 1, len(tokens) + 1):
+            advance(found, tokens, stop - 1, stop)
+        assert holds(found, tokens)
+    return n
+
+
+@pytest.fixture(params=["memory", "disk"])
+def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    with TieredPromptCache(
+        tmp_path if request.param == "disk" else None, block_tokens=BLOCK
+    ) as cache:
+        yield cache
+        assert cache.check() == []
+        assert cache.stats().faults == {}
+
+
+def test_a_prompt_that_diverges_hits_at_the_block_before(cache: TieredPromptCache) -> None:
+    """Without windows it would be prefilled from the end of the last message that it shares."""
+    tokens = list(range(40))
+    serve(cache, tokens, [38])
+    assert cache.flush(10)
+    if cache.stats().cold.n_blocks:
+        cache.trim_to(n_bytes=0)
+    for shared in (3, 5, 9, 20, 31, 37):
+        assert hit(cache, [*tokens[:shared], 99, 98, 97]) == shared // BLOCK * BLOCK
+
+
+def test_rows_that_have_left_the_ring_are_no_window(cache: TieredPromptCache) -> None:
+    """Of a step only the rows before it and in it are there; others would be another state."""
+    tokens = list(range(40))
+    live = make()
+    advance(live, tokens, 0, 20)
+    advance(live, tokens, 20, 36)
+    cache.insert_cache(MODEL, tokens[:36], live)
+    hits = {n: hit(cache, [*tokens[:n], 99, 98]) for n in (8, 16, 20, 25, 29, 35, 37)}
+    assert hits == {8: 0, 16: 0, 20: 0, 25: 0, 29: 28, 35: 32, 37: 36}
+
+
+def windows_of(cache: TieredPromptCache, tokens: list[int]) -> list[Any]:
+    known = cache._known_namespace(MODEL)
+    assert known is not None
+    return [keys.window_key(k) for k in cache._chain(known[0], keys.as_tokens(tokens)).keys]
+
+
+def test_a_block_needs_the_windows_of_all_that_its_ring_spans() -> None:
+    """One that was evicted leaves a hole in the ring."""
+    tokens = list(range(24))
+    cache = TieredPromptCache(block_tokens=BLOCK)
+    serve(cache, tokens, [24])
+    cache._store.hot._evict(cache._store.hot._nodes[windows_of(cache, tokens)[2]])
+    hits = {n: hit(cache, [*tokens[:n], 99, 98]) for n in (9, 13, 17, 21)}
+    assert hits == {9: 8, 13: 8, 17: 8, 21: 20}
+
+
+def test_a_ring_that_decoding_has_turned_is_stored_as_it_lies(cache: TieredPromptCache) -> None:
+    """Attention sums the rows in their order: in another one its last bits would differ."""
+    tokens = list(range(16))
+    serve(cache, tokens, [14, 15, 16])
+    found, rest = cache.fetch_nearest_cache(MODEL, [*tokens, 50])
+    assert len(rest) == 1
+    live = make()
+    for start, stop in ((0, 14), (14, 15), (15, 16)):
+        advance(live, tokens, start, stop)
+    assert found is not None
+    for got, want in zip(found[1:], live[1:], strict=True):
+        assert got._idx == want._idx
+        assert mx.array_equal(got.keys, want.keys[:, :, : got.keys.shape[2]]).item()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=2, max_size=30), st.integers(1, 12)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1, max_size=6),
+    st.integers(0, 60),
+)
+def test_whatever_is_evicted_a_hit_is_right(
+    tmp_path_factory: pytest.TempPathFactory,
+    prompts: list[tuple[list[int], int]],
+    queries: list[list[int]],
+    kept: int,
+) -> None:
+    """Windows and snapshots come and go by themselves; what is left must be the state."""
+    with TieredPromptCache(tmp_path_factory.mktemp("cold"), block_tokens=BLOCK) as cache:
+        for tokens, step in prompts:
+            serve(cache, tokens, [*range(step, len(tokens), step), len(tokens)])
+        assert cache.flush(10)
+        for query in queries:
+            cache.trim_to(n_bytes=kept * 128)
+            hit(cache, query)
+        assert cache.check() == []
+        assert cache.stats().faults == {}
+
+
+def test_the_mark_of_a_window_is_no_token() -> None:
+    """A prompt that could name it would be answered with a window as if it were a block."""
+    tokens = list(range(12))
+    cache = TieredPromptCache(block_tokens=BLOCK)
+    serve(cache, tokens, [12])
+    assert cache.fetch_nearest_cache(MODEL, [*tokens[:4], WINDOW, 5])[0] is None
+    assert cache.stats().misses == {"fault": 1}
+
+
+def test_positions_that_more_powers_of_two_divide_stay_longer() -> None:
+    """Thinned from the front, all hits would be at the end."""
+    spared = [policy.spared_between(i * 256, 256) for i in (1, 2, 3, 4, 8)]
+    assert spared == [64, 128, 64, 256, 512]
+    grades = [policy.grade(1 << 20, s, 4096) for s in spared]
+    assert grades == sorted(grades, reverse=True) or grades[2] == grades[0]
+    assert max(grades) < GRADES
+
+
+@given(st.integers(1, MAX_RAW_BYTES), st.floats(0.25, 1e7), st.integers(0, 1 << 24))
+def test_a_grade_is_within_bounds(n_bytes: int, spared: float, bytes_per_token: int) -> None:
+    """It is a byte of a key, and a shift."""
+    assert 0 <= policy.grade(n_bytes, spared, bytes_per_token) < GRADES
+
+
+def test_the_oldest_leaves_first_unless_another_ages_faster() -> None:
+    """A snapshot in the middle of a prompt must not outlive a prompt that was used after it."""
+    assert policy.first_to_leave({0: 50, 3: 60}, now=100) == 3
+    assert policy.first_to_leave({0: 10, 3: 95}, now=100) == 0
