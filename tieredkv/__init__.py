@@ -5,7 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tieredkv.core import Config, Hit, Namespace, Problem, StoreStats, TieredKVError
+from tieredkv.core import (
+    Config,
+    Hit,
+    Namespace,
+    Problem,
+    Quantization,
+    StoreStats,
+    TieredKVError,
+)
 
 if TYPE_CHECKING:
     from tieredkv.prompt_cache import TieredPromptCache
@@ -17,6 +25,7 @@ __all__ = [
     "Hit",
     "Namespace",
     "Problem",
+    "Quantization",
     "StoreStats",
     "TieredKVError",
     "TieredPromptCache",

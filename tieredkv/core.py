@@ -247,6 +247,24 @@ class Config:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the host quantizes the state of a prompt while it computes it: to ``bits`` in groups of
+    ``group_size``, at the end of the first prefill step at which it has ``start`` tokens or more.
+    Steps are of ``step`` tokens, counted from the prompt's start; the last is shorter.
+    """
+
+    bits: int
+    group_size: int
+    start: int
+    step: int
+
+    @property
+    def settled(self) -> int:
+        """Tokens after which every prompt that has more of them is quantized."""
+        return max(1, -(-self.start // self.step)) * self.step
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """Size of one tier: bytes held against its cap, and blocks."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -252,6 +252,17 @@ class Layout:
             str(found["nesting"]),
         )
 
+    def quantized(self, group_size: int, bits: int) -> Layout:
+        """The layout after mlx-lm has quantized what it can."""
+        return replace(
+            self, layers=tuple(_quantized(layer, group_size, bits) for layer in self.layers)
+        )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a layer is."""
+        return any(layer.kind == QuantizedKVCache.__name__ for layer in self.layers)
+
     @cached_property
     def is_sliced(self) -> bool:
         """Whether any prefix can be restored; if not, a hit has to end at a snapshot, or at a
@@ -309,6 +320,17 @@ class Layout:
             TensorSpec(leaf.dtype, (len(rows), leaf.heads, min(window, block_tokens), leaf.width))
             for leaf, window, rows in self.ring_groups
         )
+
+
+def _quantized(layer: LayerSpec, group_size: int, bits: int) -> LayerSpec:
+    if layer.kind != KVCache.__name__:
+        return layer
+    leaves = []
+    for leaf in layer.leaves:
+        scale = replace(leaf, width=leaf.width // group_size)
+        packed = LeafSpec("uint32", leaf.heads, leaf.width * bits // 32)
+        leaves += [packed, scale, scale]
+    return LayerSpec(QuantizedKVCache.__name__, tuple(leaves), (group_size, bits))
 
 
 def _dtype_name(dtype: mx.Dtype) -> str:

@@ -32,6 +32,7 @@ from tieredkv.core import (
     Hit,
     Namespace,
     Problem,
+    Quantization,
     Refused,
     StoreStats,
     TensorSpec,
@@ -75,6 +76,7 @@ class TieredPromptCache:
         salt: bytes = b"",
         max_entries: int | None = None,
         queue_bytes: int | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """Open the tiers.
 
@@ -90,6 +92,9 @@ class TieredPromptCache:
             salt: a secret; caches with different salts never see each other's prompts.
             max_entries: inserted prompts kept in memory; None for as many as fit.
             queue_bytes: cap on what waits to be written; None for three quarters of hot_bytes.
+            quantization: how the host quantizes prompts on its way, if it does. Hits then end
+                where one of its steps does, since anywhere else they would change which tokens
+                are computed before it. Serve one prompt at a time, and `bind` models.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense.
@@ -105,7 +110,9 @@ class TieredPromptCache:
                 queue_bytes,
             )
         )
-        self._host = _host()
+        self._host = f"{_host()}, {quantization}" if quantization else _host()
+        self._quantization = quantization
+        self._n_prompt = 0
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
         self._weights: dict[Hashable, str] = {}
@@ -220,12 +227,15 @@ class TieredPromptCache:
     # ---- the two paths
 
     def _fetch(self, model: Hashable, tokens: Tokens) -> tuple[list[Any] | None, int]:
+        self._n_prompt = len(tokens)
         found = self._known_namespace(model)
         if found is None:
             return None, 0
         namespace, shape = found
-        chain = self._chain(namespace, tokens[:-1])
-        hit = self._load(chain, shape)
+        if self._quantization is None:
+            hit = self._load(self._chain(namespace, tokens[:-1]), shape)
+        else:
+            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
         if hit is None:
             return self._miss("absent")
         caches = layout.restore(shape, hit, len(tokens))
@@ -245,11 +255,31 @@ class TieredPromptCache:
                 return hit
         return None
 
+    def _load_at_step(
+        self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization
+    ) -> tuple[Layout, Hit | None]:
+        """The longest hit that ends where a step of the prefill would, in the form that the state
+        would have there.
+        """
+        packed = plain.quantized(how.group_size, how.bits)
+        forms = ((packed, how.settled, len(tokens)), (plain, 1, how.start - 1))
+        for shape, least, most in forms:
+            form = replace(namespace, layout=shape.to_json())
+            n = min(most, len(tokens)) // how.step * how.step
+            while n >= least:
+                hit = self._load(self._chain(form, tokens[:n]), shape)
+                found = hit.n_tokens if hit else 0
+                if found == n:
+                    return shape, hit
+                n = found // how.step * how.step
+        return plain, None
+
     def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
         try:
             if kind not in CACHE_TYPES:
                 raise Refused("type", f"cache type {kind!r} is not one of {CACHE_TYPES}")
             shape = layout.inspect(caches, len(tokens))
+            quantized = self._quantized(shape)
             base = self._base(model)
             namespace = replace(base, layout=shape.to_json())
             chain = self._chain(namespace, keys.as_tokens(tokens))
@@ -264,13 +294,28 @@ class TieredPromptCache:
         except IdentityChanged as e:
             self._refuse(Refused("identity", str(e)))
             return
-        self._layouts[keys.base_key(base)] = shape
+        if not quantized:
+            self._layouts[keys.base_key(base)] = shape
         self._store.register(namespace)
         blocks = self._captured(chain, lacking, shape, caches)
         self._store.put(chain, blocks, kind)
         if shape.window:
             self._put_windows(chain, shape, caches, kind)
         self._store.counters.add("inserts")
+
+    def _quantized(self, shape: Layout) -> bool:
+        """Whether state has been quantized by a host that does so on its way.
+
+        Raises:
+            Refused: it was while a shorter prompt was computed. Tokens that longer ones compute
+                before they are quantized came after it here.
+        """
+        how = self._quantization
+        if how is None or not shape.is_quantized:
+            return False
+        if self._n_prompt <= how.settled:
+            raise Refused("quantized", "state was quantized before a whole step of the prefill")
+        return True
 
     def _needs_snapshot(self, chain: Chain, shape: Layout, caches: list[Any]) -> bool:
         """Whether neither cutting nor windows will restore the end of ``chain``."""
