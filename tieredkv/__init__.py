@@ -16,7 +16,7 @@ from tieredkv.core import (
 )
 
 if TYPE_CHECKING:
-    from tieredkv.prompt_cache import TieredPromptCache
+    from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
     from tieredkv.server import serve
     from tieredkv.store import TieredStore
 
@@ -26,6 +26,7 @@ __all__ = [
     "Namespace",
     "Problem",
     "Quantization",
+    "SaltedPrompt",
     "StoreStats",
     "TieredKVError",
     "TieredPromptCache",
@@ -36,6 +37,7 @@ __all__ = [
 # Names whose modules load mlx, fetched at first use: the command line and the health check of
 # the cold tier, which is a process of its own, must start without it.
 _LATE = {
+    "SaltedPrompt": "tieredkv.prompt_cache",
     "TieredPromptCache": "tieredkv.prompt_cache",
     "TieredStore": "tieredkv.store",
     "serve": "tieredkv.server",

@@ -47,6 +47,11 @@ def namespace_key(namespace: Namespace) -> BlockKey:
     )
 
 
+def tenant_salt(salt: bytes, tenant: bytes) -> bytes:
+    """The salt of one tenant's namespaces among those of a cache's own ``salt``."""
+    return _digest((b"salt", salt), (b"tenant", tenant)) if tenant else salt
+
+
 def base_key(namespace: Namespace) -> BlockKey:
     """Key of the namespace with its layout left out, under which its layouts are listed."""
     return namespace_key(replace(namespace, layout=""))

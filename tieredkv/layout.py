@@ -275,6 +275,17 @@ class Layout:
         """Bytes of blocks that a token takes."""
         return sum(spec.n_bytes for spec in self.specs(1))
 
+    def bytes_of(self, n_tokens: int) -> int:
+        """Bytes of the state of so many tokens, as far as it is in rows."""
+        rings = (
+            (leaf, min(layer.window, n_tokens))
+            for layer in self.layers
+            if layer.window
+            for leaf in layer.leaves
+        )
+        held = sum(ITEMSIZE[leaf.dtype] * leaf.heads * leaf.width * n for leaf, n in rings)
+        return n_tokens * self.bytes_per_token + held
+
     @cached_property
     def window(self) -> int:
         """Rows before a position that rings need, if with them all else can be cut there; else

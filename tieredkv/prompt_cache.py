@@ -12,12 +12,12 @@ import os
 import threading
 import uuid
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import mlx.core as mx
 
@@ -44,6 +44,9 @@ from tieredkv.store import TieredStore
 
 _LOG = logging.getLogger("tieredkv")
 
+# A prompt's state in the restored caches, and in the batch that they are merged into.
+_COPIES = 2
+
 # What was evicted or found damaged after a match isn't matched again.
 _TRIES = 2
 
@@ -53,6 +56,34 @@ def _host() -> str:
     device = str(mx.default_device().type).rpartition(".")[2]
     kind = mx.device_info().get("architecture", "")
     return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+
+
+def _recommended_bytes() -> int | None:
+    """What Metal takes to be the most that this process should use."""
+    if not mx.metal.is_available():
+        return None
+    return int(mx.device_info()["max_recommended_working_set_size"])
+
+
+class SaltedPrompt(list[int]):
+    """A prompt of one tenant among others: token ids, and what its state is kept apart by.
+
+    Slices are salted too, so that what a host cuts out and appends to stays that tenant's.
+    """
+
+    def __init__(self, tokens: Iterable[int] = (), salt: bytes = b"") -> None:
+        super().__init__(tokens)
+        self.salt = salt
+
+    @overload
+    def __getitem__(self, i: SupportsIndex) -> int: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> SaltedPrompt: ...
+
+    def __getitem__(self, i: SupportsIndex | slice) -> int | SaltedPrompt:
+        found = super().__getitem__(i)
+        return SaltedPrompt(found, self.salt) if isinstance(found, list) else found
 
 
 class TieredPromptCache:
@@ -77,6 +108,7 @@ class TieredPromptCache:
         max_entries: int | None = None,
         queue_bytes: int | None = None,
         quantization: Quantization | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         """Open the tiers.
 
@@ -89,12 +121,16 @@ class TieredPromptCache:
                 stored; 0 turns storing off.
             cold_bytes: cap on the cold tier's file, in bytes.
             block_tokens: tokens per block. Caches share blocks only if they agree on it.
-            salt: a secret; caches with different salts never see each other's prompts.
+            salt: a secret; caches with different salts never see each other's prompts. Nor do
+                different salts of a `SaltedPrompt` in one cache.
             max_entries: inserted prompts kept in memory; None for as many as fit.
             queue_bytes: cap on what waits to be written; None for three quarters of hot_bytes.
             quantization: how the host quantizes prompts on its way, if it does. Hits then end
                 where one of its steps does, since anywhere else they would change which tokens
                 are computed before it. Serve one prompt at a time, and `bind` models.
+            memory_bytes: what MLX may hold in all, weights and live prompts included, before this
+                cache gives memory back, below hot_bytes if need be. None for what Metal
+                recommends as the most, and no limit elsewhere.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense.
@@ -112,6 +148,7 @@ class TieredPromptCache:
         )
         self._host = f"{_host()}, {quantization}" if quantization else _host()
         self._quantization = quantization
+        self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
@@ -132,7 +169,7 @@ class TieredPromptCache:
         """
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
-            caches, n = self._fetch(model, ids)
+            caches, n = self._fetch(model, ids, _tenant(tokens))
             return caches, ids[n:].tolist()
         self._miss("fault")
         return None, list(tokens) if isinstance(tokens, list | tuple) else []
@@ -193,9 +230,28 @@ class TieredPromptCache:
                 self._fingerprints.renew(name)
             self._weights[key] = layout.digest(models)
             try:
-                self._layouts[keys.base_key(self._base(key))] = layout.probe(models)
+                self._layouts[_unsalted(self._base(key))] = layout.probe(models)
             except Refused as e:
                 self._refuse(e)
+
+    def yield_memory(self, n_bytes: int) -> bool:
+        """Demote until MLX can take ``n_bytes`` more within ``memory_bytes``; whether it can then.
+
+        `fetch_nearest_cache` and `insert_cache` do it for the prompt they are given. On the
+        generation thread.
+        """
+        if self._memory_bytes is None:
+            return True
+        over = mx.get_active_memory() + n_bytes - self._memory_bytes
+        if over <= 0:
+            return True
+        before = self.nbytes
+        self._store.trim_to(max(0, before - over))
+        freed = before - self.nbytes
+        self._store.counters.add("yielded", freed)
+        # MLX keeps what is freed for its own use, and Metal counts it.
+        mx.clear_cache()
+        return freed >= over
 
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
@@ -226,12 +282,15 @@ class TieredPromptCache:
 
     # ---- the two paths
 
-    def _fetch(self, model: Hashable, tokens: Tokens) -> tuple[list[Any] | None, int]:
+    def _fetch(
+        self, model: Hashable, tokens: Tokens, tenant: bytes
+    ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
-        found = self._known_namespace(model)
+        found = self._known_namespace(model, tenant)
         if found is None:
             return None, 0
         namespace, shape = found
+        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)))
         if self._quantization is None:
             hit = self._load(self._chain(namespace, tokens[:-1]), shape)
         else:
@@ -280,12 +339,15 @@ class TieredPromptCache:
                 raise Refused("type", f"cache type {kind!r} is not one of {CACHE_TYPES}")
             shape = layout.inspect(caches, len(tokens))
             quantized = self._quantized(shape)
-            base = self._base(model)
+            base = self._base(model, _tenant(tokens))
             namespace = replace(base, layout=shape.to_json())
             chain = self._chain(namespace, keys.as_tokens(tokens))
             if self._needs_snapshot(chain, shape, caches):
                 chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
+            missing = shape.bytes_of(len(chain.tokens) - chain.span(lacking.start)[0])
+            if lacking and not self.yield_memory(missing):
+                raise Refused("memory", "MLX holds as much as it may without this prompt")
             if lacking:
                 layout.settle(caches, chain.span(lacking.start)[0], len(chain.tokens))
         except Refused as e:
@@ -295,7 +357,7 @@ class TieredPromptCache:
             self._refuse(Refused("identity", str(e)))
             return
         if not quantized:
-            self._layouts[keys.base_key(base)] = shape
+            self._layouts[_unsalted(base)] = shape
         self._store.register(namespace)
         blocks = self._captured(chain, lacking, shape, caches)
         self._store.put(chain, blocks, kind)
@@ -380,7 +442,7 @@ class TieredPromptCache:
 
     # ---- names
 
-    def _base(self, model: Hashable) -> Namespace:
+    def _base(self, model: Hashable, tenant: bytes = b"") -> Namespace:
         names = self._names(model)
         name, adapter, draft, *more = (*names, "", "", "")[: max(3, len(names))]
         prints = [self._fingerprints.of(n) if n else "" for n in (name, adapter, draft)]
@@ -390,7 +452,7 @@ class TieredPromptCache:
             adapter=prints[1],
             draft=prints[2],
             host=self._host,
-            salt=self._store.config.salt,
+            salt=keys.tenant_salt(self._store.config.salt, tenant),
             block_tokens=self._store.config.block_tokens,
             name=name,
         )
@@ -412,20 +474,21 @@ class TieredPromptCache:
                 names.append(self._objects.setdefault(part, f"object {uuid.uuid4()}"))
         return names
 
-    def _known_namespace(self, model: Hashable) -> tuple[Namespace, Layout] | None:
+    def _known_namespace(
+        self, model: Hashable, tenant: bytes = b""
+    ) -> tuple[Namespace, Layout] | None:
         """Where to look for a model's prompts: under the layout it was bound or last inserted
         with, else under the only one that the cold tier has for it.
         """
         try:
-            base = self._base(model)
+            base = self._base(model, tenant)
         except IdentityChanged as e:
             if self._store.counters.add("misses", label="identity") == 1:
                 _LOG.warning("tieredkv: %s; its prompts are misses until it is loaded again", e)
             return None
-        root = keys.base_key(base)
-        shape = self._layouts.get(root)
+        shape = self._layouts.get(_unsalted(base))
         if shape is None:
-            stored = self._store.cold.layouts(root)
+            stored = self._store.cold.layouts(keys.base_key(base))
             if len(stored) != 1:
                 self._miss("ambiguous" if stored else "absent")
                 return None
@@ -455,6 +518,15 @@ class TieredPromptCache:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what
                 )
+
+
+def _tenant(tokens: Sequence[int]) -> bytes:
+    return tokens.salt if isinstance(tokens, SaltedPrompt) else b""
+
+
+def _unsalted(base: Namespace) -> BlockKey:
+    """What the layout of a model's state depends on."""
+    return keys.base_key(replace(base, salt=b""))
 
 
 def _grade(chain: Chain, shape: Layout, specs: Sequence[TensorSpec]) -> int:

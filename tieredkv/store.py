@@ -298,6 +298,7 @@ class TieredStore:
             demotes=self.hot.demotes,
             evictions_hot=self.hot.evictions,
             evictions_cold=done.evictions,
+            yielded_bytes=count.total("yielded"),
             dropped=count.by_label("dropped"),
             commits=done.commits,
             bytes_written=done.bytes_written,
