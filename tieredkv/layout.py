@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -36,6 +38,8 @@ from tieredkv.core import ITEMSIZE, Block, Hit, Refused, TensorSpec
 # KVCache grows by this many rows at a time; a restored cache gets at least as many to spare, so
 # that the first decode steps write in place instead of copying everything.
 SPARE_TOKENS = 256
+
+_MAX_LANES = 4
 
 # Rows added for the rest of the prompt stop here: one prefill step of mlx-lm's server.
 _SPARE_LIMIT = 2048
@@ -659,7 +663,24 @@ def fits(layout: Layout, hit: Hit) -> bool:
     return 0 < n_windows == len(hit.windows) and all(w.specs == specs for w in hit.windows)
 
 
-def restore(layout: Layout, hit: Hit, n_prompt: int) -> list[Any]:
+class Lanes:
+    """Streams over which the copies of a restore are spread. Any thread may use them.
+
+    On the CPU, MLX runs all of a stream on one thread, which doesn't saturate the memory; a GPU
+    needs no second one.
+    """
+
+    def __init__(self) -> None:
+        device = mx.default_device()
+        n = 1 if device.type == mx.gpu else min(_MAX_LANES, os.cpu_count() or 1)
+        self._more = [mx.new_thread_local_stream(device) for _ in range(n - 1)]
+
+    def streams(self) -> Iterator[Any]:
+        """The streams in turn, without end; the default one is the first."""
+        return cycle([mx.default_stream(mx.default_device()), *self._more])
+
+
+def restore(layout: Layout, hit: Hit, n_prompt: int, lanes: Lanes) -> list[Any]:
     """Private caches that hold the prefix which ``hit`` is, evaluated.
 
     One concatenate per array of a sliced layer into memory of its own, with rows to spare for
@@ -667,7 +688,7 @@ def restore(layout: Layout, hit: Hit, n_prompt: int) -> list[Any]:
     comes from the snapshot or the windows. The hit must fit the layout: see `fits`.
     """
     n_tokens = hit.n_tokens
-    leaves = _join(layout, hit.blocks, n_tokens, n_prompt)
+    leaves = _join(layout, hit.blocks, n_tokens, n_prompt, lanes)
     state = hit.snapshot
     wholes = _unpack(state) if state else _join_windows(layout, hit.windows, n_tokens)
     caches: list[Any] = []
@@ -682,17 +703,21 @@ def restore(layout: Layout, hit: Hit, n_prompt: int) -> list[Any]:
     return _nest(json.loads(layout.nesting), caches) if layout.nesting else caches
 
 
-def _join(layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int) -> list[mx.array]:
+def _join(
+    layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int, lanes: Lanes
+) -> list[mx.array]:
     parts = [b.tensors for b in adopt(blocks)]
     cut = blocks[-1].n_tokens - (sum(b.n_tokens for b in blocks) - n_tokens)
     parts[-1] = tuple(t[:, :, :cut] for t in parts[-1])
     spare = SPARE_TOKENS + min(n_prompt - n_tokens, _SPARE_LIMIT)
     leaves: dict[int, mx.array] = {}
+    streams = lanes.streams()
     for g, (leaf, rows) in enumerate(layout.groups):
-        per_block = [mx.split(part[g], len(rows), axis=0) for part in parts]
         empty = mx.zeros((1, leaf.heads, spare, leaf.width), _dtype(leaf.dtype))
-        for row, i in enumerate(rows):
-            leaves[i] = mx.concatenate([*(block[row] for block in per_block), empty], axis=2)
+        mx.eval(empty)
+        for (row, i), stream in zip(enumerate(rows), streams, strict=False):
+            with mx.stream(stream):
+                leaves[i] = mx.concatenate([*(p[g][row : row + 1] for p in parts), empty], axis=2)
     mx.eval(list(leaves.values()))
     return [leaves[i] for i in range(len(leaves))]
 

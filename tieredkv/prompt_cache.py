@@ -150,6 +150,7 @@ class TieredPromptCache:
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
+        self._lanes = layout.Lanes()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
         self._weights: dict[Hashable, str] = {}
@@ -297,7 +298,7 @@ class TieredPromptCache:
             shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
         if hit is None:
             return self._miss("absent")
-        caches = layout.restore(shape, hit, len(tokens))
+        caches = layout.restore(shape, hit, len(tokens), self._lanes)
         self._store.counters.add("hits")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)

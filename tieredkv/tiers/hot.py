@@ -52,13 +52,11 @@ class _Node:
         "kind",
         "last_use",
         "n_bytes",
-        "order",
         "stored",
     )
 
-    def __init__(self, block: Block, kind: str, order: bytes) -> None:
+    def __init__(self, block: Block, kind: str) -> None:
         self.block = block
-        self.order = order
         self.n_bytes = held_bytes(block.specs)
         self.kind = kind
         self.last_use = 0
@@ -77,7 +75,9 @@ class HotTier:
         self._cap = cap_bytes
         self._lock = threading.Lock()
         self._nodes: dict[BlockKey, _Node] = {}
-        self._siblings: dict[BlockKey, list[tuple[bytes, BlockKey]]] = {}
+        # Children in the order of `_place_of`, which is computed when it is needed: most blocks
+        # have one child, and keeping it would take half as much as the token ids.
+        self._siblings: dict[BlockKey, list[BlockKey]] = {}
         # Leaves by type and grade as heaps of (last use, key); stale items are dropped when they
         # surface.
         self._leaves: dict[tuple[str, int], list[tuple[int, BlockKey]]] = _no_leaves()
@@ -163,10 +163,10 @@ class HotTier:
             # Whatever leads the query stands before it, and before all else that shares as much:
             # a neighbour that doesn't lead it says how much shorter the next candidate must be.
             while order:
-                i = bisect_left(siblings, (order, _AFTER_ALL))
+                i = bisect_left(siblings, (order, _AFTER_ALL), key=self._place_of)
                 if not i:
                     break
-                other, key = siblings[i - 1]
+                other, key = self._place_of(siblings[i - 1])
                 if order.startswith(other):
                     if other:
                         found.append(Partial(key, self._nodes[key].block.n_tokens))
@@ -193,8 +193,11 @@ class HotTier:
 
     def _neighbours(self, parent: BlockKey, order: bytes) -> list[BlockKey]:
         siblings = self._siblings.get(parent, [])
-        i = bisect_left(siblings, (order, b""))
-        return [key for _, key in siblings[max(i - 1, 0) : i + 1]]
+        i = bisect_left(siblings, (order, b""), key=self._place_of)
+        return siblings[max(i - 1, 0) : i + 1]
+
+    def _place_of(self, key: BlockKey) -> tuple[bytes, BlockKey]:
+        return keys.ordered(self._nodes[key].block.tokens), key
 
     # ---- writing
 
@@ -253,7 +256,8 @@ class HotTier:
         order = keys.ordered(tokens)
         for key in self._neighbours(parent, order):
             node = self._nodes[key]
-            if len(node.order) > len(order) and node.order.startswith(order):
+            other = node.block.tokens
+            if len(other) > len(tokens) and other.startswith(tokens):
                 return node
         return None
 
@@ -264,24 +268,25 @@ class HotTier:
             return True
         if block.parent != block.root and block.parent not in self._nodes:
             return False
-        order = keys.ordered(block.tokens)
         covered: list[_Node] = []
-        for key in self._neighbours(block.parent, order):
+        for key in self._neighbours(block.parent, keys.ordered(block.tokens)):
             sibling = self._nodes[key]
-            if sibling.order and order.startswith(sibling.order) and not sibling.children:
+            shorter = sibling.block.tokens
+            if shorter and block.tokens.startswith(shorter) and not sibling.children:
                 covered.append(sibling)
                 kind = policy.protect(kind, sibling.kind)
         if self._n_bytes + held_bytes(block.specs) > self._cap:
             return False
-        node = self._add(block, kind, order)
+        node = self._add(block, kind)
         for sibling in covered:
             self._replace(sibling, node)
         return True
 
-    def _add(self, block: Block, kind: str, order: bytes) -> _Node:
-        node = self._nodes[block.key] = _Node(block, kind, order)
+    def _add(self, block: Block, kind: str) -> _Node:
+        node = self._nodes[block.key] = _Node(block, kind)
         siblings = self._siblings.setdefault(block.parent, [])
-        siblings.insert(bisect_left(siblings, (order, block.key)), (order, block.key))
+        place = bisect_left(siblings, self._place_of(block.key), key=self._place_of)
+        siblings.insert(place, block.key)
         self._n_bytes += node.n_bytes
         parent = self._nodes.get(block.parent)
         if parent is not None:
@@ -460,7 +465,7 @@ class HotTier:
     def _drop_state(self, node: _Node) -> None:
         """Let go of the snapshot and the window at a block, if it has no other children."""
         state = (keys.snapshot_key(node.block.key), keys.window_key(node.block.key))
-        children = [self._nodes[key] for _, key in self._siblings.get(node.block.key, [])]
+        children = [self._nodes[key] for key in self._siblings.get(node.block.key, [])]
         if any(c.block.key not in state or c.entries for c in children):
             return
         for child in children:
@@ -543,9 +548,9 @@ class HotTier:
         key, parent_key = node.block.key, node.block.parent
         for entry in list(node.entries):
             self._forget(entry)
-        del self._nodes[key]
         siblings = self._siblings[parent_key]
-        del siblings[bisect_left(siblings, (node.order, key))]
+        del siblings[bisect_left(siblings, self._place_of(key), key=self._place_of)]
+        del self._nodes[key]
         if not siblings:
             del self._siblings[parent_key]
         self._n_leaves[node.kind] -= 1
@@ -599,16 +604,16 @@ class HotTier:
 
     def _check_tree(self) -> Iterable[tuple[str, str]]:
         waiting = {item for heap in self._leaves.values() for item in heap}
-        children: dict[BlockKey, list[tuple[bytes, BlockKey]]] = {}
+        children: dict[BlockKey, list[BlockKey]] = {}
         for key, node in self._nodes.items():
-            children.setdefault(node.block.parent, []).append((node.order, key))
+            children.setdefault(node.block.parent, []).append(key)
             if node.block.parent != node.block.root and node.block.parent not in self._nodes:
                 yield key.hex(), "its parent is absent"
             evictable = node.holds or node.children or (node.last_use, key) in waiting
             if not evictable:
                 yield key.hex(), "a leaf that can't be evicted"
         for parent, rows in children.items():
-            rows.sort()
+            rows.sort(key=self._place_of)
             if rows != self._siblings.get(parent):
                 yield parent.hex(), "its list of children is wrong"
             if parent in self._nodes and self._nodes[parent].children != len(rows):
