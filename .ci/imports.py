@@ -19,12 +19,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
     ("core",),
-    ("keys", "metrics"),
+    ("keys", "metrics", "units"),
+    ("restored",),
     ("identity", "codec", "policy", "layout"),
     ("tiers.gate", "tiers.health", "tiers.records"),
-    ("tiers.ledger",),
-    ("tiers.audit", "tiers.environment", "tiers.usage"),
-    ("tiers.hot", "tiers.cold", "tiers.null", "tiers.writer"),
+    ("tiers.ledger", "tiers.swap"),
+    ("tiers.audit", "tiers.environment", "tiers.pruning", "tiers.usage"),
+    ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
     ("store",),
     ("prompt_cache",),
     ("prefill",),
@@ -38,8 +39,8 @@ EMPTY = "tiers.__init__"
 
 # The only modules that may import these libraries.
 ROOMS = {
-    "mlx": ("layout", "tiers.hot", "prompt_cache", "prefill", "server"),
-    "mlx_lm": ("layout", "prompt_cache", "server"),
+    "mlx": ("restored", "layout", "tiers.hot", "prompt_cache", "prefill", "server"),
+    "mlx_lm": ("restored", "layout", "prompt_cache", "server"),
     "lmdb": ("tiers.environment", "tiers.health"),
 }
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -34,12 +32,12 @@ from mlx_lm.models.cache import (
 )
 
 from tieredkv.core import ITEMSIZE, Block, Hit, Refused, TensorSpec
+from tieredkv.restored import KVCache as RestoredKVCache
+from tieredkv.restored import Lanes, Prefix
 
 # KVCache grows by this many rows at a time; a restored cache gets at least as many to spare, so
 # that the first decode steps write in place instead of copying everything.
 SPARE_TOKENS = 256
-
-_MAX_LANES = 4
 
 # Rows added for the rest of the prompt stop here: one prefill step of mlx-lm's server.
 _SPARE_LIMIT = 2048
@@ -50,11 +48,13 @@ _SPARE_LIMIT = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Sliced:
-    """A class whose arrays have tokens on axis 2 of 4. ``build`` gets them with rows to spare."""
+    """A class whose arrays have tokens on axis 2 of 4. ``build`` gets a prefix, and which of its
+    arrays is the layer's first.
+    """
 
     arrays: Callable[[Any], Sequence[mx.array]]
     constants: Callable[[Any], Sequence[int]]
-    build: Callable[[Sequence[mx.array], int, Sequence[int]], Any]
+    build: Callable[[Prefix, int, LayerSpec], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +77,29 @@ def _none(_: Any) -> Sequence[int]:
     return ()
 
 
-def _build_kv(arrays: Sequence[mx.array], n_tokens: int, _: Sequence[int]) -> KVCache:
-    return KVCache.from_state((*arrays, n_tokens))
+def _build_kv(prefix: Prefix, i: int, _: LayerSpec) -> KVCache:
+    return RestoredKVCache(prefix, i)
 
 
-def _build_concatenate(
-    arrays: Sequence[mx.array], n_tokens: int, _: Sequence[int]
-) -> ConcatenateKVCache:
+def _taken(prefix: Prefix, i: int, layer: LayerSpec) -> list[mx.array]:
+    return [prefix.take(i + j) for j in range(len(layer.leaves))]
+
+
+def _build_concatenate(prefix: Prefix, i: int, layer: LayerSpec) -> ConcatenateKVCache:
     # It appends behind the last row, so there must be none to spare.
-    return ConcatenateKVCache.from_state(tuple(a[:, :, :n_tokens] for a in arrays))
+    arrays = _taken(prefix, i, layer)
+    return ConcatenateKVCache.from_state(tuple(a[:, :, : prefix.n_tokens] for a in arrays))
 
 
 def _quantized_arrays(cache: Any) -> Sequence[mx.array]:
     return *cache.keys, *cache.values
 
 
-def _build_quantized(
-    arrays: Sequence[mx.array], n_tokens: int, constants: Sequence[int]
-) -> QuantizedKVCache:
+def _build_quantized(prefix: Prefix, i: int, layer: LayerSpec) -> QuantizedKVCache:
     # Lists, since the class assigns to their items.
-    return QuantizedKVCache.from_state((list(arrays[:3]), list(arrays[3:]), n_tokens, *constants))
+    arrays = _taken(prefix, i, layer)
+    pair = arrays[:3], arrays[3:]
+    return QuantizedKVCache.from_state((*pair, prefix.n_tokens, *layer.constants))
 
 
 def _ring(cache: RotatingKVCache) -> Sequence[mx.array | None]:
@@ -155,8 +158,10 @@ def _build_arrays(
     return cache
 
 
+_PLAIN = _Sliced(_keys_and_values, _none, _build_kv)
 _SLICED: dict[type, _Sliced] = {
-    KVCache: _Sliced(_keys_and_values, _none, _build_kv),
+    KVCache: _PLAIN,
+    RestoredKVCache: _PLAIN,
     ConcatenateKVCache: _Sliced(_keys_and_values, _none, _build_concatenate),
     QuantizedKVCache: _Sliced(
         _quantized_arrays, lambda c: (c.group_size, c.bits), _build_quantized
@@ -169,6 +174,7 @@ _WHOLE: dict[type, _Whole] = {
     ),
     ArraysCache: _Whole(_states, _none, _none, _build_arrays),
 }
+# Both classes of plain attention have one name.
 _BY_NAME: dict[str, type] = {c.__name__: c for c in (*_SLICED, *_WHOLE)}
 
 
@@ -663,63 +669,43 @@ def fits(layout: Layout, hit: Hit) -> bool:
     return 0 < n_windows == len(hit.windows) and all(w.specs == specs for w in hit.windows)
 
 
-class Lanes:
-    """Streams over which the copies of a restore are spread. Any thread may use them.
-
-    On the CPU, MLX runs all of a stream on one thread, which doesn't saturate the memory; a GPU
-    needs no second one.
-    """
-
-    def __init__(self) -> None:
-        device = mx.default_device()
-        n = 1 if device.type == mx.gpu else min(_MAX_LANES, os.cpu_count() or 1)
-        self._more = [mx.new_thread_local_stream(device) for _ in range(n - 1)]
-
-    def streams(self) -> Iterator[Any]:
-        """The streams in turn, without end; the default one is the first."""
-        return cycle([mx.default_stream(mx.default_device()), *self._more])
-
-
 def restore(layout: Layout, hit: Hit, n_prompt: int, lanes: Lanes) -> list[Any]:
-    """Private caches that hold the prefix which ``hit`` is, evaluated.
+    """Private caches that hold the prefix which ``hit`` is.
 
     One concatenate per array of a sliced layer into memory of its own, with rows to spare for
-    the rest of a prompt of ``n_prompt`` tokens and the first generated ones. What isn't sliced
-    comes from the snapshot or the windows. The hit must fit the layout: see `fits`.
+    the rest of a prompt of ``n_prompt`` tokens and the first generated ones; of plain attention
+    not before it is used. What isn't sliced comes from the snapshot or the windows. The hit must
+    fit the layout: see `fits`.
     """
     n_tokens = hit.n_tokens
-    leaves = _join(layout, hit.blocks, n_tokens, n_prompt, lanes)
+    prefix = _prefix(layout, hit.blocks, n_tokens, n_prompt, lanes)
+    n_leaves = 0
     state = hit.snapshot
     wholes = _unpack(state) if state else _join_windows(layout, hit.windows, n_tokens)
     caches: list[Any] = []
     for layer in layout.layers:
         kind = _BY_NAME[layer.kind]
         if sliced := _SLICED.get(kind):
-            arrays = [leaves.pop(0) for _ in layer.leaves]
-            caches.append(sliced.build(arrays, n_tokens, layer.constants))
+            caches.append(sliced.build(prefix, n_leaves, layer))
+            n_leaves += len(layer.leaves)
         else:
             states, numbers = next(wholes)
             caches.append(_WHOLE[kind].build(states, numbers, n_tokens, layer.constants))
     return _nest(json.loads(layout.nesting), caches) if layout.nesting else caches
 
 
-def _join(
+def _prefix(
     layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int, lanes: Lanes
-) -> list[mx.array]:
+) -> Prefix:
     parts = [b.tensors for b in adopt(blocks)]
     cut = blocks[-1].n_tokens - (sum(b.n_tokens for b in blocks) - n_tokens)
     parts[-1] = tuple(t[:, :, :cut] for t in parts[-1])
+    leaves: dict[int, list[mx.array]] = {}
+    for g, (_, rows) in enumerate(layout.groups):
+        for row, i in enumerate(rows):
+            leaves[i] = [part[g][row : row + 1] for part in parts]
     spare = SPARE_TOKENS + min(n_prompt - n_tokens, _SPARE_LIMIT)
-    leaves: dict[int, mx.array] = {}
-    streams = lanes.streams()
-    for g, (leaf, rows) in enumerate(layout.groups):
-        empty = mx.zeros((1, leaf.heads, spare, leaf.width), _dtype(leaf.dtype))
-        mx.eval(empty)
-        for (row, i), stream in zip(enumerate(rows), streams, strict=False):
-            with mx.stream(stream):
-                leaves[i] = mx.concatenate([*(p[g][row : row + 1] for p in parts), empty], axis=2)
-    mx.eval(list(leaves.values()))
-    return [leaves[i] for i in range(len(leaves))]
+    return Prefix([leaves[i] for i in range(len(leaves))], n_tokens, spare, lanes)
 
 
 def _join_windows(

@@ -40,6 +40,7 @@ from tieredkv.core import (
 )
 from tieredkv.identity import Fingerprints, IdentityChanged
 from tieredkv.layout import Layout, SnapshotPlan
+from tieredkv.restored import Lanes
 from tieredkv.store import TieredStore
 
 _LOG = logging.getLogger("tieredkv")
@@ -150,7 +151,7 @@ class TieredPromptCache:
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
-        self._lanes = layout.Lanes()
+        self._lanes = Lanes()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
         self._weights: dict[Hashable, str] = {}
