@@ -6,6 +6,7 @@ Keys are content addresses: equal in every process, on every machine, for ever.
 from __future__ import annotations
 
 import hashlib
+from array import array as Array  # noqa: N812 - as a class
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -68,7 +69,8 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     Raises:
         ValueError, OverflowError, TypeError: not a flat sequence of 64-bit integers.
     """
-    array = np.asarray(tokens)
+    # Of a list, half again as fast as numpy finds out what it holds.
+    array = np.asarray(Array("q", tokens) if isinstance(tokens, list) else tokens)
     if array.ndim != 1:
         raise ValueError("tokens must be a flat sequence of integers")
     if not array.size:

@@ -1,0 +1,84 @@
+"""From a hit in memory to the first new token's keys and values in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import LRUPromptCache
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from bench.compare import Work, record
+from bench.state import EIGHT_B, Shape, caches_of
+from tieredkv import TieredPromptCache
+
+KEY = ("bench", None, None)
+# 200 MB, and points of the curve.
+SIZES = (256, 1600, 4096)
+
+
+def sequential(cache: Any, prompt: list[int], step: mx.array) -> list[Any]:
+    """As mlx-lm serves a prompt by itself: it writes to what it fetched."""
+    live, _ = cache.fetch_nearest_cache(KEY, prompt)
+    for c in live:
+        c.update_and_fetch(step, step)
+    mx.eval([c.state for c in live])
+    return live
+
+
+def batched(cache: Any, prompt: list[int], step: mx.array) -> list[Any]:
+    """As mlx-lm serves prompts in batches: it merges what it fetched."""
+    live, _ = cache.fetch_nearest_cache(KEY, prompt)
+    merged = [c.merge([c]) for c in live]
+    del live
+    for batch in merged:
+        batch.update_and_fetch(step, step)
+    mx.eval([batch.state for batch in merged])
+    return merged
+
+
+def extra_bytes(work: Work) -> int:
+    """The most that MLX held beyond what it did before."""
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    work()
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("serve", [sequential, batched], ids=["sequential", "batched"])
+@pytest.mark.parametrize("n_tokens", SIZES)
+def test_hot_hit(
+    benchmark: BenchmarkFixture, serve: Callable[..., list[Any]], n_tokens: int
+) -> None:
+    """Against mlx-lm's prompt cache, and one copy of the bytes into fresh memory."""
+    shape: Shape = EIGHT_B
+    ours, theirs = TieredPromptCache(hot_bytes=8 << 30), LRUPromptCache()
+    tokens = list(range(n_tokens))
+    ours.insert_cache(KEY, tokens, caches_of(shape, n_tokens))
+    theirs.insert_cache(KEY, tokens, caches_of(shape, n_tokens))
+    prompt = [*tokens, 7]
+    step = mx.zeros((1, shape.heads, 1, shape.width), mx.bfloat16)
+    n_bytes = shape.bytes_per_token * n_tokens
+    source = np.ones(n_bytes, np.uint8)
+
+    def fresh(work: Work) -> Work:
+        def run() -> None:
+            mx.clear_cache()
+            work()
+
+        return run
+
+    contestants = {
+        "ours": fresh(lambda: serve(ours, prompt, step)),
+        "mlx-lm": fresh(lambda: serve(theirs, prompt, step)),
+        "memcpy": source.copy,
+    }
+    record(benchmark, contestants, rounds=7)
+    benchmark.extra_info["bytes"] = n_bytes
+    mine, other = (extra_bytes(contestants[name]) for name in ("ours", "mlx-lm"))
+    benchmark.extra_info["extra memory, ours / mlx-lm"] = mine / other
+    assert mine / other <= 1.15
