@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
     ("core",),
-    ("keys", "metrics", "units"),
+    ("keys", "metrics", "pace", "units"),
     ("restored",),
     ("identity", "codec", "policy", "layout"),
     ("tiers.gate", "tiers.health", "tiers.records"),

@@ -11,7 +11,7 @@ import caches
 from caches import MODEL
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tieredkv import SaltedPrompt, TieredPromptCache
 from tieredkv.tiers.records import piece_key
@@ -103,7 +103,6 @@ class Caches(RuleBasedStateMachine):
         self.handles[i] = self.opened()
 
     @rule(i=HANDLES, seed=st.integers(0, 1 << 16))
-    @precondition(lambda self: self.handles[0].stats().cold.n_blocks)
     def damage(self, i: int, seed: int) -> None:
         """Turn over a byte of a block on disk, behind everybody's back."""
         dice = random.Random(seed)

@@ -293,6 +293,7 @@ class StoreStats:
     evictions_hot: int = 0
     evictions_cold: int = 0
     yielded_bytes: int = 0
+    recomputed: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     commits: int = 0
     bytes_written: int = 0

@@ -10,16 +10,19 @@ import json
 import logging
 import os
 import threading
+import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
 
 import mlx.core as mx
+import numpy as np
 
 from tieredkv import keys, layout, policy
 from tieredkv.core import (
@@ -30,6 +33,7 @@ from tieredkv.core import (
     Chain,
     Config,
     Hit,
+    Match,
     Namespace,
     Problem,
     Quantization,
@@ -44,6 +48,9 @@ from tieredkv.restored import Lanes
 from tieredkv.store import TieredStore
 
 _LOG = logging.getLogger("tieredkv")
+
+# Prompts that may be computed at once without their pace being lost.
+_FETCHED = 32
 
 # A prompt's state in the restored caches, and in the batch that they are merged into.
 _COPIES = 2
@@ -85,6 +92,19 @@ class SaltedPrompt(list[int]):
     def __getitem__(self, i: SupportsIndex | slice) -> int | SaltedPrompt:
         found = super().__getitem__(i)
         return SaltedPrompt(found, self.salt) if isinstance(found, list) else found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fetched:
+    """A prompt that is being computed since then, but for its first ``n_cached`` tokens."""
+
+    root: BlockKey
+    tokens: Tokens
+    n_cached: int
+    since: float
+
+    def begins_with(self, tokens: Tokens) -> bool:
+        return np.array_equal(self.tokens[: len(tokens)], tokens)
 
 
 class TieredPromptCache:
@@ -154,6 +174,7 @@ class TieredPromptCache:
         self._lanes = Lanes()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
+        self._fetched: deque[_Fetched] = deque(maxlen=_FETCHED)
         self._weights: dict[Hashable, str] = {}
         self._objects: dict[Hashable, str] = {}
         self._lock = threading.RLock()
@@ -298,8 +319,10 @@ class TieredPromptCache:
         else:
             shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
         if hit is None:
+            self._note_fetch(namespace, tokens, 0)
             return self._miss("absent")
         caches = layout.restore(shape, hit, len(tokens), self._lanes)
+        self._note_fetch(namespace, tokens, hit.n_tokens)
         self._store.counters.add("hits")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
@@ -311,10 +334,21 @@ class TieredPromptCache:
                 match = self._store.match(chain)
             else:
                 match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
+            if not self._is_worth(chain, shape, match):
+                self._store.counters.add("recomputed")
+                match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
             hit = self._store.load(chain, match)
             if hit is None or layout.fits(shape, hit):
                 return hit
         return None
+
+    def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
+        """Whether what a match would promote is faster read than computed."""
+        n_cold = match.n_tokens - min(match.n_hot * chain.block_tokens, match.n_tokens)
+        if not n_cold:
+            return True
+        whole = -(-n_cold // chain.block_tokens) * chain.block_tokens
+        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(whole))
 
     def _load_at_step(
         self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization
@@ -344,6 +378,7 @@ class TieredPromptCache:
             base = self._base(model, _tenant(tokens))
             namespace = replace(base, layout=shape.to_json())
             chain = self._chain(namespace, keys.as_tokens(tokens))
+            self._note_prefill(chain)
             if self._needs_snapshot(chain, shape, caches):
                 chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
@@ -380,6 +415,20 @@ class TieredPromptCache:
         if self._n_prompt <= how.settled:
             raise Refused("quantized", "state was quantized before a whole step of the prefill")
         return True
+
+    def _note_fetch(self, namespace: Namespace, tokens: Tokens, n_cached: int) -> None:
+        root = keys.namespace_key(namespace)
+        self._fetched.append(_Fetched(root, tokens, n_cached, time.monotonic()))
+
+    def _note_prefill(self, chain: Chain) -> None:
+        """Learn how fast a model computes from the first state of a prompt that comes back."""
+        done = chain.tokens
+        for fetched in self._fetched:
+            n_new = len(done) - fetched.n_cached
+            if n_new > 0 and fetched.root == chain.root and fetched.begins_with(done):
+                self._fetched.remove(fetched)
+                self._store.pace.prefilled(chain.root, n_new, time.monotonic() - fetched.since)
+                return
 
     def _needs_snapshot(self, chain: Chain, shape: Layout, caches: list[Any]) -> bool:
         """Whether neither cutting nor windows will restore the end of ``chain``."""

@@ -7,6 +7,7 @@ No mlx here: tensors are carried, not looked into. Any thread may call, except t
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from tieredkv.core import (
 )
 from tieredkv.keys import WINDOW_TOKENS, common_prefix, snapshot_key, window_key
 from tieredkv.metrics import Counters
+from tieredkv.pace import Pace
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier, held_bytes
 from tieredkv.tiers.null import NullTier
@@ -63,6 +65,7 @@ class TieredStore:
         limit = config.queue_bytes
         limit = config.hot_bytes * 3 // 4 if limit is None else limit
         self.writer = Writer(self.cold, limit, self._written)
+        self.pace = Pace()
         self._lost_before = 0
 
     # ---- a hit
@@ -144,6 +147,11 @@ class TieredStore:
             self.writer.touch(used.key)
         return hit
 
+    def only_hot(self, match: Match, chain: Chain) -> Match:
+        """The part of a match that needs no promote."""
+        n_tokens = min(match.n_hot * chain.block_tokens, match.n_tokens)
+        return Match(match.keys[: match.n_hot], n_tokens, match.n_hot)
+
     def _windows(self, wanted: Sequence[BlockKey], blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The windows of the last of ``blocks``, promoted where need be; none unless all."""
         warm = {key: b for key in wanted for b in self.hot.load([key])}
@@ -157,7 +165,9 @@ class TieredStore:
         return tuple(windows) if sound else ()
 
     def _promote(self, wanted: Sequence[BlockKey]) -> list[Block]:
+        start = time.monotonic()
         blocks = self.cold.load(wanted)
+        self.pace.promoted(sum(b.n_bytes for b in blocks), time.monotonic() - start)
         n = self.hot.put(blocks)
         resident = self.hot.load([b.key for b in blocks[:n]])
         self.hot.mark_stored(b.key for b in resident)
@@ -299,6 +309,7 @@ class TieredStore:
             evictions_hot=self.hot.evictions,
             evictions_cold=done.evictions,
             yielded_bytes=count.total("yielded"),
+            recomputed=count.total("recomputed"),
             dropped=count.by_label("dropped"),
             commits=done.commits,
             bytes_written=done.bytes_written,

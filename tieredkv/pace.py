@@ -1,0 +1,64 @@
+"""How fast state comes from disk and how fast it is computed, learned from what has been done.
+
+Where computing is faster, as on a disk that stalls, a hit in the cold tier isn't worth its while.
+Any thread may call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable
+
+# Weight of the latest observation in the mean.
+_LATEST = 0.3
+# A rate that was learned from less than this says little: it is mostly overhead.
+_LEAST_TOKENS = 32
+# Every so many times that a promote isn't worth it one is made all the same, to learn anew.
+_PROBE = 16
+# Rates of models that were used last are kept, so many.
+_MODELS = 64
+
+
+class Pace:
+    """Seconds a byte of promotes and, for each model, seconds a token of prefill."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._per_byte: float | None = None
+        self._per_token: dict[Hashable, float] = {}
+        self._skipped = 0
+
+    def promoted(self, n_bytes: int, seconds: float) -> None:
+        """Note that so many raw bytes came from the cold tier in so much time."""
+        if n_bytes <= 0:
+            return
+        with self._lock:
+            self._per_byte = _mean(self._per_byte, seconds / n_bytes)
+
+    def prefilled(self, model: Hashable, n_tokens: int, seconds: float) -> None:
+        """Note that a model computed so many tokens in so much time."""
+        if n_tokens < _LEAST_TOKENS or seconds <= 0:
+            return
+        with self._lock:
+            known = self._per_token.pop(model, None)
+            self._per_token[model] = _mean(known, seconds / n_tokens)
+            if len(self._per_token) > _MODELS:
+                del self._per_token[next(iter(self._per_token))]
+
+    def is_worth_promoting(self, model: Hashable, n_tokens: int, n_bytes: int) -> bool:
+        """Whether to read ``n_bytes`` of state rather than to compute its ``n_tokens`` tokens.
+
+        As long as one of the rates isn't known, it is.
+        """
+        with self._lock:
+            per_token = self._per_token.get(model)
+            if self._per_byte is None or per_token is None:
+                return True
+            if n_bytes * self._per_byte <= n_tokens * per_token:
+                return True
+            self._skipped += 1
+            return self._skipped % _PROBE == 0
+
+
+def _mean(known: float | None, latest: float) -> float:
+    return latest if known is None else known + _LATEST * (latest - known)
