@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
+from functools import cached_property, partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
 from openai import OpenAI
+
+import tieredkv.server
+from tieredkv import TieredPromptCache
 
 
 def free_port() -> int:
@@ -23,7 +32,122 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-class Server:
+def wait_until_written(folder: Path) -> None:
+    """Wait until a server that has nothing to do has committed all that it stored."""
+    with TieredPromptCache(folder) as other:
+        deadline, seen = time.monotonic() + 30, 0
+        while not seen or seen != other.stats().cold.n_blocks:
+            assert time.monotonic() < deadline
+            seen = other.stats().cold.n_blocks
+            time.sleep(0.5)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a chat or completion request was answered with."""
+
+    status: int
+    body: Any
+
+    @property
+    def text(self) -> str:
+        """All that the model said, its thoughts included."""
+        choice = self.body["choices"][0]
+        said = choice.get("message", {"content": choice.get("text")})
+        return (said.get("reasoning") or "") + (said["content"] or "")
+
+    @property
+    def logprobs(self) -> list[dict[str, Any]]:
+        """Of each token, in upstream's form."""
+        return self.body["choices"][0]["logprobs"]["content"]
+
+    @property
+    def n_prompt(self) -> int:
+        return int(self.body["usage"]["prompt_tokens"])
+
+    @property
+    def n_cached(self) -> int:
+        return int(self.body["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+class Endpoint:
+    """A server on a port of the loopback address."""
+
+    port: int
+
+    @cached_property
+    def client(self) -> OpenAI:
+        return OpenAI(
+            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=300
+        )
+
+    def health(self) -> int:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10) as r:
+                return int(r.status)
+        except urllib.error.HTTPError as e:
+            return e.code
+
+    def post(self, body: Any, path: str = "/v1/chat/completions") -> Reply:
+        """Send a request, ``body`` as JSON or, if it is bytes, as it is."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        try:
+            connection.request("POST", path, raw, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return Reply(response.status, json.loads(response.read()))
+        finally:
+            connection.close()
+
+    def chat(self, messages: list[dict[str, Any]] | str, **more: Any) -> Reply:
+        """Ask for a few greedy tokens, of a conversation or of one user's text."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        reply = self.post({"messages": messages, "max_tokens": 8, "temperature": 0, **more})
+        assert reply.status == 200, reply.body
+        return reply
+
+    def send(self, body: Any, path: str = "/v1/chat/completions") -> socket.socket:
+        """Send a request and leave its answer to the caller, who may close the connection."""
+        raw = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n\r\n"
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
+        connection.sendall(head.encode() + raw)
+        return connection
+
+
+class Local(Endpoint):
+    """The server's handler, generator and cache on threads of this process.
+
+    Starts as fast as its model loads. Only one of them may serve a sequential request at a time.
+    """
+
+    def __init__(self, model: Path, folder: Path | str, *flags: str) -> None:
+        args = tieredkv.server.parser().parse_args(
+            ["--model", str(model), "--prompt-cache-dir", str(folder), *flags]
+        )
+        self.cache = tieredkv.server.open_cache(args)
+        provider = tieredkv.server.TieredModelProvider(args, self.cache)
+        self.generator = tieredkv.server.TieredResponseGenerator(provider, self.cache)
+        handler = partial(tieredkv.server.TieredAPIHandler, self.generator)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http.daemon_threads = True
+        self.port = self._http.server_address[1]
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+        self.generator.stop_and_join()
+        self.cache.close()
+
+
+class Server(Endpoint):
     """``tieredkv serve`` on a free port of the loopback address."""
 
     def __init__(
@@ -44,9 +168,6 @@ class Server:
         env = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env)
-        self.client = OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=300
-        )
         self._wait()
 
     def _wait(self) -> None:
@@ -62,13 +183,6 @@ class Server:
             time.sleep(0.1)
         self.kill()
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()}")
-
-    def health(self) -> int:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=10) as r:
-                return int(r.status)
-        except urllib.error.HTTPError as e:
-            return e.code
 
     def leave_at(self, part: float, messages: list[dict[str, str]], seed: int | None) -> int:
         """Send a streamed chat request and drop its connection once ``part`` of the prompt is
@@ -98,7 +212,7 @@ class Server:
             self.process.send_signal(sig)
         return self.process.wait(30)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -7,6 +7,7 @@ checkpoint, and layers that can't be sliced get positions to restore at.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import mlx.core as mx
@@ -43,59 +44,88 @@ def cut(
 class SequentialPrefill:
     """The prefill of one request that is served alone: stored as it goes, stopped on demand.
 
-    On the generation thread.
+    All of the prompt but its last token, which `stream_generate` is left with. On the
+    generation thread.
     """
 
     def __init__(
         self,
         cache: TieredPromptCache,
         model: Hashable,
-        prompt: Sequence[int],
+        segments: Sequence[list[int]],
+        types: Sequence[str],
         n_cached: int,
-        live: list[Any],
         should_stop: Callable[[], bool],
-        every: int,
     ) -> None:
-        """Follow the prefill of ``prompt[n_cached:]`` into ``live``, for the key ``model``.
+        """Compute the prompt that ``segments`` make up from its token ``n_cached`` on.
 
-        ``every`` is the distance of checkpoints in tokens, 0 for none but the last.
+        The state is stored for the key ``model`` at the end of each segment, under its type.
         """
         self._cache = cache
         self._model = model
-        self._prompt = list(prompt)
-        self._start = self._stored = n_cached
-        self._live = live
+        self._prompt = [token for segment in segments for token in segment]
+        self._start = n_cached
         self._should_stop = should_stop
-        self._every = every
+        last = len(self._prompt) - 1
+        # Backwards, so that of two that end before the last token the first one's type counts.
+        ends = accumulate(len(segment) for segment in segments)
+        self._kinds = {min(e, last): kind for e, kind in [*zip(ends, types, strict=True)][::-1]}
 
-    def progress(self, processed: int, total: int) -> None:
-        """To be called after each step, with the tokens of the rest that are done, and all.
+    def run(
+        self,
+        models: Sequence[tuple[Any, list[Any]]],
+        step: int,
+        report: Callable[[int, int], None],
+    ) -> mx.array:
+        """Feed each model's caches in steps that end at multiples of ``step`` and at segments'.
+
+        Args:
+            models: target and maybe draft, each with its own layers' caches.
+            step: most tokens of a step.
+            report: called after each step with the tokens done and to do, cached ones apart.
+
+        Returns:
+            The prompt's last token, shape (1,).
 
         Raises:
             Cancelled: the request is to stop; what is done has been stored.
         """
-        done = self._start + processed
-        stop = self._should_stop()
-        due = self._every and done - self._stored >= self._every
-        if self._stored < done < len(self._prompt) and (due or stop or processed == total - 1):
-            # Only the prompt's last token is left, or it is time for a checkpoint.
-            self._cache.insert_cache(
-                self._model, self._prompt[:done], self._live, cache_type="user"
-            )
-            self._stored = done
-        if stop:
+        live = [c for _, caches in models for c in caches]
+        total = len(self._prompt) - self._start
+        done = self._start
+        report(0, total)
+        for end in self._ends(step):
+            if self._should_stop():
+                raise Cancelled("the client is gone")
+            tokens = mx.array(self._prompt[done:end])[None]
+            for model, caches in models:
+                model(tokens, cache=caches)
+            mx.eval([c.state for c in live])
+            mx.clear_cache()
+            done = end
+            report(done - self._start, total)
+            # A request that stops at the next step keeps this one too.
+            kind = self._kinds.get(end) or ("user" if self._should_stop() else None)
+            if kind:
+                self._cache.insert_cache(self._model, self._prompt[:end], live, cache_type=kind)
+        if self._should_stop():
             raise Cancelled("the client is gone")
+        return mx.array(self._prompt[-1:])
+
+    def _ends(self, step: int) -> list[int]:
+        last = len(self._prompt) - 1
+        first = (self._start // step + 1) * step
+        ends = {*range(first, last, step), *self._kinds, last}
+        return sorted(e for e in ends if e > self._start)
 
     def seeing_all(self, processors: Sequence[Processor]) -> list[Processor]:
-        """Logits processors that see the cached tokens too, as they would without the cache."""
-        if not self._start:
-            return list(processors)
-        cached = mx.array(self._prompt[: self._start])
-        return [self._preceded(cached, p) for p in processors]
+        """Logits processors that see all of the prompt, as they would without this prefill."""
+        before = mx.array(self._prompt[:-1])
+        return [self._preceded(before, p) for p in processors]
 
     @staticmethod
-    def _preceded(cached: mx.array, processor: Processor) -> Processor:
+    def _preceded(before: mx.array, processor: Processor) -> Processor:
         def process(tokens: mx.array, logits: mx.array) -> mx.array:
-            return processor(mx.concatenate([cached.astype(tokens.dtype), tokens]), logits)
+            return processor(mx.concatenate([before.astype(tokens.dtype), tokens]), logits)
 
         return process

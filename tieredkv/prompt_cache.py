@@ -214,6 +214,8 @@ class TieredPromptCache:
             return
         with self._lock, self._contained("insert"):
             self._insert(model, tokens, prompt_cache, cache_type)
+            return
+        self._store.lose("fault")
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Give memory back: keep at most so many prompts and bytes hot. The data stays cold."""

@@ -255,14 +255,24 @@ class TieredStore:
 
     def _queue(self, blocks: Sequence[Block]) -> None:
         blocks = self.hot.hold(blocks)
-        taken = self.writer.submit(blocks)
-        self.hot.release(b.key for b in blocks[taken:])
+        taken = 0
+        try:
+            taken = self.writer.submit(blocks)
+        finally:
+            # What nobody will write must not be held for ever.
+            self.hot.release(b.key for b in blocks[taken:])
         self._lose("queue_full", len(blocks) - taken)
 
     def _written(self, keys: Sequence[BlockKey], n: int) -> None:
-        self.hot.mark_stored(keys[:n])
-        self.hot.release(keys)
+        try:
+            self.hot.mark_stored(keys[:n])
+        finally:
+            self.hot.release(keys)
         self._lose("cold_refused", len(keys) - n)
+
+    def lose(self, why: str) -> None:
+        """Count a prompt that a fault kept from being put, so that `flush` tells of it."""
+        self._lose(why, 1)
 
     def _lose(self, why: str, n: int) -> None:
         if n and self.counters.add("dropped", n, why) == n:
