@@ -2,6 +2,7 @@
 #   make test    all tests            make demo   a server killed and warm again, measured
 #   make lint    style and types      make bench  the measurements
 #   make models  the sweep over every architecture of mlx-lm, some minutes
+#   make crash   kills, power cuts, damage, a full and a slow disk: the long forms, half an hour
 #   make clean   remove all that the others made
 # PYTHON=... chooses the interpreter, EXTRA=cuda12 another MLX backend than the default.
 
@@ -18,7 +19,7 @@ STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 CHOOSE := Python 3.11 or later is needed, such as: make PYTHON=python3.12 $(MAKECMDGOALS)
 BENCHES := $(wildcard bench/bench_*.py)
 
-.PHONY: test models demo lint bench clean venv model
+.PHONY: test models crash demo lint bench clean venv model
 
 test: venv model
 	@echo "== tests"
@@ -28,6 +29,18 @@ models: venv
 	@echo "== every architecture"
 	@TIEREDKV_ALL_MODELS=1 $(BIN)/python -m pytest tests/test_architectures.py
 	@$(BIN)/python -m bench.architectures
+
+crash: venv
+	@echo "== kills"
+	@$(BIN)/python -m tests.crash.kill --kills 1000
+	@echo "== kills, with LMDB's locks as on macOS"
+	@$(BIN)/python -m tests.crash.kill --kills 1000 --posix
+	@echo "== power cuts"
+	@$(BIN)/python -m tests.crash.powerloss --images 200
+	@echo "== a full and a slow disk"
+	@$(BIN)/python -m tests.crash.disk --seconds 30
+	@echo "== damage"
+	@$(BIN)/python -m tests.crash.damage --count 10000
 
 demo: venv
 	@echo "== demo"

@@ -28,7 +28,9 @@ LAYERS = (
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
     ("store",),
     ("prompt_cache",),
-    ("prefill",),
+    ("prefill", "patch"),
+    ("flags", "handler"),
+    ("generation",),
     ("server",),
     ("cli",),
     ("__main__",),
@@ -39,8 +41,17 @@ EMPTY = "tiers.__init__"
 
 # The only modules that may import these libraries.
 ROOMS = {
-    "mlx": ("restored", "layout", "tiers.hot", "prompt_cache", "prefill", "server"),
-    "mlx_lm": ("restored", "layout", "prompt_cache", "server"),
+    "mlx": ("restored", "layout", "tiers.hot", "prompt_cache", "prefill", "generation", "server"),
+    "mlx_lm": (
+        "restored",
+        "layout",
+        "prompt_cache",
+        "patch",
+        "flags",
+        "handler",
+        "generation",
+        "server",
+    ),
     "lmdb": ("tiers.environment", "tiers.health"),
 }
 

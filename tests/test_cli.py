@@ -94,18 +94,21 @@ def test_stats_do_not_load_mlx(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", [["--help"], ["stats", "--help"], ["serve", "--help"]])
-def test_help_is_there_for_every_command(command: list[str]) -> None:
+@pytest.mark.parametrize("command", ["", "stats", "prune", "verify", "compact", "serve"])
+def test_help_is_there_for_every_command(command: str) -> None:
     """It must be enough to get going, and come without a traceback."""
     env = {**os.environ, "COLUMNS": "100"}
     out = subprocess.run(
-        [sys.executable, "-m", "tieredkv", *command],
+        [sys.executable, "-m", "tieredkv", *command.split(), "--help"],
         check=True,
         capture_output=True,
         text=True,
         env=env,
     ).stdout
     assert out.startswith("usage: tieredkv")
+    if command != "serve":
+        assert "examples:" in out
+        assert "exit status: 0 fine, 1 " in out
 
 
 def test_the_public_names_are_these() -> None:
@@ -117,6 +120,8 @@ def test_the_public_names_are_these() -> None:
         "Hit",
         "Namespace",
         "Problem",
+        "Quantization",
+        "SaltedPrompt",
         "StoreStats",
         "TieredKVError",
         "TieredPromptCache",

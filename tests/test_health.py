@@ -72,10 +72,12 @@ def test_a_truncated_file_is_found(store, part):
 
 def test_unused_pages_missing_at_the_end_are_no_damage(store):
     """If this failed, a file that LMDB left short by a freed page would be thrown away."""
-    # Two commits so that the pages freed by the first are known to be unused.
+    # More commits, so that the pages freed by the first are known to be unused, and the list of
+    # them has itself moved away from the end.
     tier = ColdTier(store, 64 << 20, PlainCodec())
     tier.trim_to(0)
-    tier.put(blocks(range(4)))
+    for first in (0, 100, 200):
+        tier.put(blocks(range(first, first + 4)))
     tier.close()
     whole = (store / health.DATA_NAME).stat().st_size
     cut(store, 4096)

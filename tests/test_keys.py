@@ -25,10 +25,10 @@ def raw(tokens: list[int]) -> bytes:
     return np.array(tokens, "<i8").tobytes()
 
 
-GOLDEN_ROOT = "3197d9358191e5583929bae718f80aa867da9a4c650fdb41351969293ac91d41"
+GOLDEN_ROOT = "828792c0bc569b50f8f30b584e502e4be87d3f4081056501d237719d5eec162d"
 GOLDEN_KEYS = [
-    "0af1ab17320427a46ffea4f3e9b8e27e5d9a903cca47991f3679f7de7eeb3635",
-    "5355fa691e565ef6654d283da2e598e4774df4db4d12c22aae0e3b07e4e94eb2",
+    "fb0c3f6ae16e83b61dbf415de078cc16f9680f2910184aa77188c72d6648afc7",
+    "4969b341120b19ac3441ec4bade1a57d3d0af0dc5a8d639ad08878d65b51d0ff",
 ]
 PROGRAM = """
 from tieredkv import keys

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from server import Endpoint, Local, Reply, Server, wait_until_written
 
+import tieredkv.generation
 import tieredkv.server
 from tieredkv import TieredPromptCache
 
@@ -277,13 +278,19 @@ def test_penalties_are_those_of_upstream(
     assert replies[1].n_cached == len(ids) - 1
 
 
+STEP = 16
+
+
 @pytest.mark.parametrize("with_draft", [[], ["--draft-model"]], ids=["alone", "draft"])
 def test_a_quantized_cache_answers_as_upstream_does(
     folders: dict[str, Path], tmp_path: Path, with_draft: list[str]
 ) -> None:
-    """With a draft the list that is stored is frozen when it is quantized: reuse was garbage."""
+    """A hit elsewhere than at a step's end moves the moment of quantization. With a draft the list
+    that is stored is frozen then: reuse was garbage.
+    """
     draft = [*with_draft, *([str(folders["draft"])] if with_draft else [])]
     flags = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "40", *draft)
+    flags = (*flags, "--prefill-step-size", str(STEP))
     target, tokenizer = load(str(folders["target"]))
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": LOG}], add_generation_prompt=True
@@ -291,13 +298,14 @@ def test_a_quantized_cache_answers_as_upstream_does(
     kw: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 40}
     if with_draft:
         kw |= {"draft_model": load(str(folders["draft"]))[0], "num_draft_tokens": 3}
-    parts = stream_generate(target, tokenizer, ids, max_tokens=8, prefill_step_size=2048, **kw)
+    parts = stream_generate(target, tokenizer, ids, max_tokens=8, prefill_step_size=STEP, **kw)
     expected = "".join(r.text for r in parts)
-    with Local(folders["target"], tmp_path / "cache", *flags) as server:
-        for _ in range(3):
+    cached = 0 if with_draft else (len(ids) - 1) // STEP * STEP
+    for n_cached in (0, cached, cached):
+        with Local(folders["target"], tmp_path / "cache", *flags) as server:
             reply = server.chat(LOG)
-            assert (reply.text, reply.n_cached) == (expected, 0)
-        assert server.cache.stats().inserts == 0
+            assert (reply.text, reply.n_cached) == (expected, n_cached)
+            assert server.cache.stats().faults == {}
 
 
 def test_a_target_that_can_not_be_rewound_is_the_clients_error(
@@ -629,7 +637,7 @@ def test_a_client_that_stays_gets_its_answer_however_long_it_takes(
         with connection, connection.makefile("rb") as answer:
             assert b"200" in answer.readline()
             assert b'"finish_reason": "length"' in answer.read()
-        assert time.monotonic() - started > 3 * tieredkv.server._LOOK_SECONDS
+        assert time.monotonic() - started > 3 * tieredkv.generation._LOOK_SECONDS
 
 
 # ---- malformed requests

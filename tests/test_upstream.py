@@ -14,7 +14,8 @@ from mlx_lm import server as upstream
 from mlx_lm.models import cache as upstream_cache
 
 from tieredkv import TieredPromptCache
-from tieredkv.server import UPSTREAM_VERSION, parser
+from tieredkv.flags import parser
+from tieredkv.patch import UPSTREAM_VERSION
 
 
 def test_the_installed_version_is_the_one_that_was_read() -> None:

@@ -5,7 +5,8 @@ the whole tensor as it is. ``docs/format.md`` describes it byte for byte.
 
 Byte planes are worth their cost because floating point state is noise but for its exponents:
 the plane of the high bytes holds nearly all that can be saved, and entropy coding alone saves
-it. The frames are ordinary zstd ones, made with parameters that find next to no matches.
+it. Where the exponent has eight bits the sign, which is noise too, goes to the next plane. The
+frames are ordinary zstd ones, made with parameters that find next to no matches.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +30,7 @@ MAX_HEADER_BYTES = 1 << 18
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 40
 MAX_WINDOW = 1 << 17
+_WINDOW_LOG = 15
 
 _RAW = "raw"
 _ZSTD = "zstd"
@@ -41,11 +44,16 @@ _WORDS: dict[int, type[np.unsignedinteger[Any]]] = {
 # Planes a tensor may be split in: one per byte of an element. uint32 is what MLX packs quantized
 # values in; its bytes are all alike, and splitting them only costs time.
 _WIDTH = ITEMSIZE | {"uint32": 1}
+# Of these the sign goes below the eight bits of exponent before they are split.
+_FLOATS = frozenset(("bfloat16", "float32"))
+_SIGN_AND_FRACTION = np.int16(0x7F - 0x8000)
 # numpy lacks bfloat16, and float16 is treated alike: both stay words once decoded.
 _DECODED = {name: name for name in ITEMSIZE} | {"bfloat16": "uint16", "float16": "uint16"}
 
 # A plane that shrinks by less than a tenth is not worth its time in decode.
 _WORTH = 0.9
+# Words joined at a time: all that is read and written then stays in a core's own cache.
+_STRIP_WORDS = 1 << 17
 # An odd number of runs, or they would all fall into the keys of a stack of keys and values.
 _SAMPLE_RUNS = 13
 _RUN_WORDS = 1024
@@ -83,6 +91,29 @@ class _Entry:
     def n_stored(self) -> int:
         return sum(plane.n_stored for plane in self.planes)
 
+    @property
+    def word(self) -> type[np.unsignedinteger[Any]]:
+        """Words of as many bytes as the tensor's elements have planes."""
+        return _WORDS[_WIDTH[self.spec.dtype]]
+
+    @property
+    def n_words(self) -> int:
+        return self.spec.n_bytes // _WIDTH[self.spec.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A blob whose header has been read and checked. The blob must stay as long as it is used."""
+
+    blob: memoryview
+    entries: tuple[_Entry, ...]
+    start: int
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Dtypes and shapes of its tensors."""
+        return tuple(entry.spec for entry in self.entries)
+
 
 class _Engines(threading.local):
     """A compressor, a decompressor and memory per thread: none may be used by two at once."""
@@ -90,9 +121,10 @@ class _Engines(threading.local):
     def __init__(self) -> None:
         # Huffman-only in effect: the table is too small and the shortest match too long to
         # find many matches. Measured on bf16 KV: better ratio than level 3, at twice its speed.
+        # A window of 32 KiB lets Huffman tables follow the data: smaller than with 128 KiB.
         parameters = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST,
-            window_log=MAX_WINDOW.bit_length() - 1,
+            window_log=_WINDOW_LOG,
             hash_log=6,
             chain_log=6,
             search_log=1,
@@ -161,29 +193,55 @@ class PlaneCodec:
             CorruptBlob: the blob is none that ``encode`` makes of ``n_bytes`` raw bytes. All
                 sizes are checked before anything but the header (256 KiB at most) is read.
         """
+        parsed = self.parse(blob, n_bytes)
+        return parsed.specs, self.decode_parsed(parsed)
+
+    def parse(self, blob: bytes | memoryview, n_bytes: int) -> Parsed:
+        """What a blob of ``n_bytes`` raw bytes says that it holds.
+
+        Raises:
+            CorruptBlob: as `decode`, as far as the header shows it.
+        """
         view = memoryview(blob).cast("B")
         entries, start = _parse(view, n_bytes)
+        return Parsed(view, tuple(entries), start)
+
+    def decode_parsed(
+        self, parsed: Parsed, into: Sequence[Any] | None = None
+    ) -> tuple[NDArray[Any], ...]:
+        """Tensors of a parsed blob, as `decode`.
+
+        ``into`` may give memory for each of them: writable, C-contiguous, of the spec's size.
+        What is returned are then views of it.
+
+        Raises:
+            CorruptBlob: as `decode`. The memory then holds anything.
+        """
+        start = parsed.start
         tensors: list[NDArray[Any]] = []
-        for entry in entries:
+        for i, entry in enumerate(parsed.entries):
             stop = start + entry.n_stored
-            tensors.append(self._restore(entry, view[start:stop]))
+            out = np.empty(entry.n_words, entry.word) if into is None else _view(entry, into[i])
+            self._restore(entry, parsed.blob[start:stop], out)
+            tensors.append(_typed(entry.spec, out))
             start = stop
-        return tuple(entry.spec for entry in entries), tuple(tensors)
+        return tuple(tensors)
 
     def _split(
         self, dtype: str, words: NDArray[Any], scratch: NDArray[np.uint8]
     ) -> list[tuple[str, _Buffer]]:
         """Encodings and data of a tensor's planes, or of the whole where no plane shrinks."""
         rows = scratch.reshape(words.itemsize, words.size)
+        plane = _plane_of_float if dtype in _FLOATS else _plane
         frames: dict[int, bytes] = {}
         for k in self._candidates(dtype, words):
-            frame = self._compress(_plane(words, k, rows[k]))
+            frame = self._compress(plane(words, k, rows[k]))
             if frame is not None:
                 frames[k] = frame
         if not frames:
             return [(_RAW, words.view(np.uint8).data)]
         return [
-            (_ZSTD, frames[k]) if k in frames else (_RAW, _plane(words, k, rows[k]).data)
+            (_ZSTD, frames[k]) if k in frames else (_RAW, plane(words, k, rows[k]).data)
             for k in range(words.itemsize)
         ]
 
@@ -191,20 +249,21 @@ class PlaneCodec:
         """Planes that promise to shrink."""
         if not words.size:
             return []
-        # bfloat16's low bytes are a mantissa, noise without exception; its high bytes, sign
-        # and exponent, always shrink on real state.
+        # bfloat16's low bytes are mantissa and sign, noise without exception; its high bytes,
+        # the exponent, always shrink on real state.
         if dtype == "bfloat16":
             return [1]
         sample = _sample(words)
-        planes = [_plane(sample, k, np.empty(sample.size, np.uint8)) for k in range(words.itemsize)]
-        return [k for k, plane in enumerate(planes) if self._compress(plane) is not None]
+        plane = _plane_of_float if dtype in _FLOATS else _plane
+        planes = [plane(sample, k, np.empty(sample.size, np.uint8)) for k in range(words.itemsize)]
+        return [k for k, data in enumerate(planes) if self._compress(data) is not None]
 
     def _compress(self, plane: NDArray[np.uint8]) -> bytes | None:
         """The plane as one zstd frame, None if that is not worth it."""
         frame = self._engines.compressor.compress(plane.data)
         return frame if len(frame) <= plane.size * _WORTH else None
 
-    def _restore(self, entry: _Entry, stored: memoryview) -> NDArray[Any]:
+    def _restore(self, entry: _Entry, stored: memoryview, out: NDArray[Any]) -> None:
         planes: list[NDArray[np.uint8]] = []
         start = 0
         for plane in entry.planes:
@@ -214,7 +273,7 @@ class PlaneCodec:
                 data = self._decompress(data, entry.n_plane)
             planes.append(np.frombuffer(data, np.uint8))
             start = stop
-        return _typed(entry.spec, _join(planes))
+        _join_all(entry.spec.dtype, planes, out)
 
     def _decompress(self, frame: _Buffer, n_bytes: int) -> bytes:
         """The content of exactly one frame that declares, and holds, ``n_bytes``."""
@@ -262,24 +321,67 @@ def _plane(words: NDArray[Any], k: int, out: NDArray[np.uint8]) -> NDArray[np.ui
     """Byte ``k`` of each word, 0 the lowest, in ``out`` unless words are bytes already."""
     if words.itemsize == 1:
         return words
-    # Whole-word shifts run at 4 times the speed of a strided copy.
+    # Whole-word shifts, of which the low byte is kept, run at 4 times the speed of a strided copy.
     np.right_shift(words, 8 * k, out=out, casting="unsafe")
     return out
 
 
-def _join(planes: list[NDArray[np.uint8]]) -> NDArray[Any]:
-    """Words of byte planes, lowest first; a single plane is copied as it is."""
-    if len(planes) == 1:
-        return planes[0].copy()
+def _plane_of_float(words: NDArray[Any], k: int, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """As `_plane`, of words whose sign has been moved down below eight bits of exponent."""
+    top = words.itemsize - 1
+    if k == top:
+        np.right_shift(words, 8 * top - 1, out=out, casting="unsafe")
+        return out
+    _plane(words, k, out)
+    if k == top - 1:
+        np.bitwise_and(out, 0x7F, out=out)
+        sign = np.empty_like(out)
+        np.right_shift(words, 8 * top, out=sign, casting="unsafe")
+        np.bitwise_or(out, np.bitwise_and(sign, 0x80, out=sign), out=out)
+    return out
+
+
+def _join(planes: list[NDArray[np.uint8]], out: NDArray[Any], _: NDArray[np.int16]) -> None:
+    """Words of byte planes, lowest first."""
     high, *between, low = reversed(planes)
-    word = _WORDS[len(planes)]
-    words = np.empty(low.size, word)
-    np.left_shift(high, 8, out=words, dtype=word)
+    np.left_shift(high, 8, out=out, dtype=out.dtype)
     for plane in between:
-        np.bitwise_or(words, plane, out=words)
-        np.left_shift(words, 8, out=words)
-    np.bitwise_or(words, low, out=words)
-    return words
+        np.bitwise_or(out, plane, out=out)
+        np.left_shift(out, 8, out=out)
+    np.bitwise_or(out, low, out=out)
+
+
+def _join_float(
+    planes: list[NDArray[np.uint8]], out: NDArray[Any], spare: NDArray[np.int16]
+) -> None:
+    """As `_join`, with the sign back in its place. ``spare`` is to be overwritten."""
+    *low, signed, exponent = planes
+    # An int8 made an int16 has its sign in all of the upper byte, of which the mask keeps one bit.
+    np.bitwise_and(signed.view(np.int8), _SIGN_AND_FRACTION, out=spare, dtype=np.int16)
+    np.left_shift(exponent, 7, out=out, dtype=out.dtype)
+    np.bitwise_or(out, spare.view(np.uint16), out=out)
+    for plane in reversed(low):
+        np.left_shift(out, 8, out=out)
+        np.bitwise_or(out, plane, out=out)
+
+
+def _join_all(dtype: str, planes: list[NDArray[np.uint8]], words: NDArray[Any]) -> None:
+    """Words of a tensor's planes; a single plane is copied as it is."""
+    if len(planes) == 1:
+        words.view(np.uint8)[...] = planes[0]
+        return
+    join = _join_float if dtype in _FLOATS else _join
+    spare = np.empty(min(words.size, _STRIP_WORDS), np.int16)
+    for start in range(0, words.size, _STRIP_WORDS):
+        strip = slice(start, start + _STRIP_WORDS)
+        join([plane[strip] for plane in planes], words[strip], spare[: words.size - start])
+
+
+def _view(entry: _Entry, memory: Any) -> NDArray[Any]:
+    view = memoryview(memory)
+    if view.readonly or not view.c_contiguous or view.nbytes != entry.spec.n_bytes:
+        raise ValueError(f"{view.nbytes} bytes of shape {view.shape} can't take {entry.spec}")
+    return np.frombuffer(view, entry.word)
 
 
 def _typed(spec: TensorSpec, words: NDArray[Any]) -> NDArray[Any]:

@@ -12,7 +12,7 @@ from typing import Any, NewType, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BLOCK_TOKENS = 256
 CACHE_TYPES = ("assistant", "user", "system")
 

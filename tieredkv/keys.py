@@ -48,6 +48,13 @@ def namespace_key(namespace: Namespace) -> BlockKey:
     )
 
 
+def tenant(api_key: str, cache_salt: str) -> bytes:
+    """What a request's API key and its own salt keep its prompts apart by; empty for neither."""
+    if not api_key and not cache_salt:
+        return b""
+    return _digest((b"api_key", api_key.encode()), (b"cache_salt", cache_salt.encode()))
+
+
 def tenant_salt(salt: bytes, tenant: bytes) -> bytes:
     """The salt of one tenant's namespaces among those of a cache's own ``salt``."""
     return _digest((b"salt", salt), (b"tenant", tenant)) if tenant else salt

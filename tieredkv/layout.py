@@ -637,6 +637,16 @@ def _as_array(tensor: Any, spec: TensorSpec) -> mx.array:
     return array if array.dtype == dtype else array.view(dtype)
 
 
+def blank(specs: Sequence[TensorSpec]) -> tuple[mx.array, ...]:
+    """Evaluated arrays of these specs in memory of just their size, for the values to be written
+    into through their buffers before any op of mlx uses them.
+    """
+    mx.clear_cache()  # as in `_eval_exact`
+    arrays = tuple(mx.zeros(spec.shape, _dtype(spec.dtype)) for spec in specs)
+    mx.eval(arrays)
+    return arrays
+
+
 def adopt(blocks: Sequence[Block]) -> list[Block]:
     """Blocks with their decoded tensors turned into evaluated mlx arrays of the true dtype."""
     if all(isinstance(t, mx.array) for b in blocks for t in b.tensors):

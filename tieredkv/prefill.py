@@ -52,18 +52,19 @@ class SequentialPrefill:
         self,
         cache: TieredPromptCache,
         model: Hashable,
+        prompt: list[int],
         segments: Sequence[list[int]],
         types: Sequence[str],
         n_cached: int,
         should_stop: Callable[[], bool],
     ) -> None:
-        """Compute the prompt that ``segments`` make up from its token ``n_cached`` on.
+        """Compute ``prompt``, which ``segments`` make up, from its token ``n_cached`` on.
 
         The state is stored for the key ``model`` at the end of each segment, under its type.
         """
         self._cache = cache
         self._model = model
-        self._prompt = [token for segment in segments for token in segment]
+        self._prompt = prompt[:]
         self._start = n_cached
         self._should_stop = should_stop
         last = len(self._prompt) - 1

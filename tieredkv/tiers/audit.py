@@ -6,14 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tieredkv.core import BlockKey, CorruptBlob, Problem
-from tieredkv.tiers.ledger import Rows
+from tieredkv.codec import checksum
+from tieredkv.core import BlockKey, Codec, CorruptBlob, Problem
+from tieredkv.tiers.ledger import CLOCK, Rows
 from tieredkv.tiers.records import (
     PIECE_BYTES,
     Record,
     Totals,
     Use,
     child_rows,
+    described,
     order_key,
     piece_key,
     unpack_namespace,
@@ -39,6 +41,17 @@ def recount(rows: Rows) -> list[Problem]:
     for where, what in _faults(rows, count):
         problems.append(Problem("cold", where, what))
     return problems
+
+
+def flaw(record: Record, blob: bytes, codec: Codec) -> str:
+    """What is wrong with a block's blob, nothing if it is what the record says, and decodes."""
+    if checksum(blob) != record.checksum:
+        return "its checksum is wrong"
+    try:
+        codec.decode(blob, record.raw_bytes)
+    except CorruptBlob as error:
+        return str(error)
+    return ""
 
 
 def _read_index(rows: Rows, problems: list[Problem]) -> _Count:
@@ -77,6 +90,7 @@ def _chain_faults(count: _Count) -> Iterator[tuple[str, str]]:
 
 
 def _use_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
+    clock = rows.number(CLOCK) or 0
     leaves: set[bytes] = set()
     seen: set[bytes] = set()
     for key, data in rows.rows("use"):
@@ -86,6 +100,8 @@ def _use_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
         except CorruptBlob as error:
             yield key.hex(), str(error)
             continue
+        if use.last > clock:
+            yield key.hex(), "was used later than the clock says"
         if use.children != count.children[key]:
             yield key.hex(), f"counts {use.children} children, has {count.children[key]}"
         if not use.children:
@@ -117,7 +133,13 @@ def _piece_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
 
 
 def _namespace_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
-    held = {root: unpack_namespace(data)[0] for root, data in rows.rows("namespace")}
+    held: dict[bytes, Totals] = {}
+    for root, data in rows.rows("namespace"):
+        try:
+            held[root], _base, description = unpack_namespace(data)
+            described(description)
+        except CorruptBlob as error:
+            yield root.hex(), str(error)
     for root in held.keys() | count.totals.keys():
         if held.get(root) != count.totals.get(root):
             yield root.hex(), f"counts {held.get(root)}, has {count.totals.get(root)}"

@@ -33,7 +33,7 @@ from tieredkv.core import (
     Problem,
 )
 from tieredkv.keys import base_key, common_prefix, namespace_key
-from tieredkv.tiers import audit
+from tieredkv.tiers import audit, pruning
 from tieredkv.tiers.environment import (
     Damaged,
     Environment,
@@ -42,8 +42,11 @@ from tieredkv.tiers.environment import (
     log_quarantine,
     open_for_reading,
     open_for_writing,
+    open_to_mend,
 )
+from tieredkv.tiers.health import finding
 from tieredkv.tiers.ledger import CAP, Ledger, Node, Origin, Rows
+from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.records import (
     MAX_PIECES,
     MAX_RAW_BYTES,
@@ -63,6 +66,9 @@ logger = logging.getLogger("tieredkv")
 _MAX_BATCH_BYTES = 64 << 20
 _MAX_EVICTED_BYTES = 256 << 20
 _MAX_PURGED_BLOCKS = 256
+_MAX_PRUNED_BLOCKS = 1024
+# Others may write what is to go while it goes; for ever, if this did not end.
+_MAX_PRUNE_PASSES = 3
 # Pages that an empty store needs.
 _EMPTY_PAGES = 16
 _MAX_DECODERS = 4
@@ -254,9 +260,25 @@ class _Reading:
         failed = [Problem("cold", str(self._directory), "can't be read")]
         return [] if self._closed else self._read(self._recount, failed)
 
-    def verify(self) -> list[Problem]:
-        """``check``, and the checksum of every blob: reads the whole store."""
-        return [*self.check(), *self._unsound()]
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+        """``check``, and that every blob has its checksum and decodes: reads the whole store.
+
+        ``progress`` is told how many blocks are done, of how many.
+        """
+        return [*self.check(), *self._unsound(progress or _tell_nobody)]
+
+    def plan(self, criteria: Criteria) -> Plan:
+        """What `ColdTier.prune` would delete.
+
+        Raises:
+            ColdTierUnavailable: the store can't be read.
+        """
+        plan = self._read(lambda rows: pruning.plan(rows, criteria), None)
+        if plan is None:
+            raise ColdTierUnavailable(
+                f"{self._directory} can't be read; tieredkv verify tells what is wrong with it"
+            )
+        return plan
 
     def counters(self) -> ColdTierCounters:
         """What happened since this tier was opened."""
@@ -356,13 +378,29 @@ class _Reading:
                 error or type(error).__name__,
             )
 
-    def _unsound(self) -> Iterator[Problem]:
-        """Blocks whose blob isn't what its checksum says, read in a transaction each."""
+    def _unsound(self, progress: Callable[[int, int], None]) -> Iterator[Problem]:
+        """Blocks whose blob isn't what their record says, read in a transaction each."""
         none: list[BlockKey] = []
         keys = self._read(lambda rows: [key for key, _ in rows.records()], none)
-        for key in keys:
-            if not self._read(partial(_is_sound, key), True):
-                yield Problem("cold", key.hex(), "blob is damaged")
+        for done, key in enumerate(keys):
+            progress(done, len(keys))
+            what = self._read(partial(self._flaw, key), "can't be read")
+            if what:
+                yield Problem("cold", key.hex(), what)
+
+    def _flaw(self, key: BlockKey, rows: Rows) -> str:
+        """What is wrong with a block's blob, nothing if it is sound or the block isn't here."""
+        try:
+            record = rows.record(key)
+        except CorruptBlob:
+            # Counted among the index's faults.
+            return ""
+        blob = rows.blob(key, record) if record else None
+        if record is None:
+            return ""
+        if blob is None:
+            return "its pieces are not those of its record"
+        return audit.flaw(record, blob, self._codec)
 
     def _recount(self, rows: Rows) -> list[Problem]:
         try:
@@ -378,22 +416,21 @@ class _Reading:
 class ColdReader(_Reading):
     """A cold directory opened read-only, also while others write to it: for reports and checks."""
 
-    def __init__(self, path: Path, codec: Codec) -> None:
+    def __init__(
+        self, path: Path, codec: Codec, look: Callable[[Path], str | None] = finding
+    ) -> None:
         """Open what is at ``path``; creates nothing.
+
+        ``look`` says what is wrong with a store that nobody uses, see `environment.broken`.
 
         Raises:
             ColdTierUnavailable: there is no cold tier, or it is damaged or of another format.
         """
-        super().__init__(open_for_reading(Path(path)), codec)
+        super().__init__(open_for_reading(Path(path), look), codec)
 
 
-def _is_sound(key: BlockKey, rows: Rows) -> bool:
-    record = rows.record(key)
-    if record is None:
-        # Evicted since the keys were listed.
-        return True
-    blob = rows.blob(key, record)
-    return blob is not None and checksum(blob) == record.checksum
+def _tell_nobody(_done: int, _total: int) -> None:
+    pass
 
 
 def _holds(rows: Rows, chain: Chain, i: int) -> bool:
@@ -448,6 +485,7 @@ class _Done:
     reason: str = ""
     evicted_bytes: int = 0
     purged: set[BlockKey] = field(default_factory=set)
+    pruned: list[Victim] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -460,20 +498,25 @@ class ColdTier(_Reading):
     there. In a child process after a fork the tier finds nothing.
     """
 
-    def __init__(self, path: Path, cap_bytes: int, codec: Codec) -> None:
+    def __init__(self, path: Path, cap_bytes: int | None, codec: Codec) -> None:
         """Open or create the store in directory ``path``.
 
         ``cap_bytes`` bounds the size of its data file. It replaces the cap that the store has,
         for all processes; if it is lower, the next writes evict, a bounded amount each. A store
         that is damaged is moved into ``quarantine-…`` in its directory and a new one started.
+        With None the store must exist: it keeps its cap, and stays where it is at the opening.
 
         Raises:
             ColdTierUnavailable: the directory can't be used; the message says what to do.
         """
-        super().__init__(open_for_writing(Path(path), cap_bytes), codec)
-        self._wanted_cap = cap_bytes
+        folder = Path(path)
+        super().__init__(
+            open_to_mend(folder) if cap_bytes is None else open_for_writing(folder, cap_bytes),
+            codec,
+        )
+        self._wanted_cap = self.cap_bytes if cap_bytes is None else cap_bytes
         self._origins: dict[BlockKey, Origin] = {}
-        if self.cap_bytes != cap_bytes:
+        if self.cap_bytes != self._wanted_cap:
             self._change_cap()
 
     def register(self, namespace: Namespace) -> None:
@@ -513,6 +556,31 @@ class ColdTier(_Reading):
 
         while (done := self._write(trim)) is not None and done.evicted_bytes:
             pass
+
+    def prune(self, criteria: Criteria) -> Iterator[Victim]:
+        """Delete what ``criteria`` mean, leaves first; yields what is gone, once it is committed.
+
+        In bounded transactions, between which others may write. To stop is safe at any time.
+
+        Raises:
+            ColdTierUnavailable: the store can't be read or written.
+        """
+        for _ in range(_MAX_PRUNE_PASSES):
+            victims = self.plan(criteria).victims
+            gone = 0
+            for start in range(0, len(victims), _MAX_PRUNED_BLOCKS):
+                part = victims[start : start + _MAX_PRUNED_BLOCKS]
+                done = self._write(partial(_prune, part, criteria))
+                if done is None:
+                    raise ColdTierUnavailable(
+                        f"{self._directory} can't be written ({', '.join(self._faults)})"
+                    )
+                gone += len(done.pruned)
+                yield from done.pruned
+                if done.reason:
+                    return
+            if not gone:
+                return
 
     def _put(self, blocks: Sequence[Block]) -> tuple[int, str]:
         """How many leading blocks are held, and why not all."""
@@ -757,6 +825,26 @@ def _evict(ledger: Ledger, limit: int, terms: _Terms, done: _Done) -> bool:
         done.evicted_bytes += ledger.cost_bytes(ledger.remove(victim).blob_bytes)
         done.counts["evictions"] += 1
     return True
+
+
+def _prune(victims: Sequence[Victim], criteria: Criteria, ledger: Ledger, done: _Done) -> None:
+    """Delete those that are still to go. Sets ``done.reason`` once no more has to."""
+    for victim in victims:
+        if criteria.to_bytes is not None and ledger.live_bytes() <= criteria.to_bytes:
+            done.reason = "enough"
+            return
+        if _is_still_due(ledger, victim, criteria):
+            ledger.remove(victim.key)
+            done.pruned.append(victim)
+
+
+def _is_still_due(ledger: Ledger, victim: Victim, criteria: Criteria) -> bool:
+    """Whether a block is as it was planned: others write meanwhile."""
+    if not ledger.has(victim.key):
+        return False
+    use = ledger.use(victim.key)
+    is_later = criteria.to_bytes is not None and use.last > victim.last_use
+    return not (use.children or is_later or criteria.spares(use.last))
 
 
 def _supersede(ledger: Ledger, beside: Sequence[Node], tokens: bytes) -> int:

@@ -11,14 +11,15 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 import lmdb
+from lmdb.verify import VerifyError, verify
 
 from tieredkv.core import FORMAT_VERSION, ColdTierUnavailable, CorruptBlob
-from tieredkv.tiers import health
+from tieredkv.tiers import health, swap
 from tieredkv.tiers.gate import GATE_NAME, Gate, GateTimeout, is_marked
 from tieredkv.tiers.ledger import CAP, DATABASES, FORMAT, PIECE, Databases, Ledger, Rows
 from tieredkv.tiers.records import PIECE_BYTES
@@ -29,8 +30,15 @@ GATE_TIMEOUT_S = 10.0
 _ENGINE = (0, 9)
 _MAX_READERS = 1024
 _COMMITS_PER_READER_CHECK = 20
+# What an empty store and a transaction that changes it take.
+_LEAST_MAP_BYTES = 1 << 20
 # How long a change of the map's size waits for the transactions of this process.
 _IDLE_TIMEOUT_S = 10.0
+
+_BUSY = (
+    f"{{}}: another process has been writing for {GATE_TIMEOUT_S:.0f} s; "
+    "stop it or choose another directory"
+)
 
 _T = TypeVar("_T")
 _FileId = tuple[int, int]
@@ -81,8 +89,10 @@ _NUMBERS = ((errno.ENOSPC, "disk_full"), (errno.EIO, "disk"))
 
 
 def map_bytes(cap_bytes: int) -> int:
-    """Size of the map for a cap. Deletes need free pages too, so the map must never fill."""
-    return (cap_bytes + cap_bytes // 4 + (64 << 20)) & ~0xFFFF
+    """Size of the map for a cap, and so what the file can't outgrow, whatever is pinned or
+    scattered. Deletes need free pages too: ``cold`` keeps a tenth of the cap and more free.
+    """
+    return max(cap_bytes & ~0xFFFF, _LEAST_MAP_BYTES)
 
 
 def _fault(error: BaseException) -> Fault:
@@ -118,7 +128,7 @@ class Environment:
         self._env = env
         self._dbs = dbs
         self._gate = gate
-        self._data_id = _file_id(directory / health.DATA_NAME)
+        self._files = _files(directory)
         self._turn = threading.Condition()
         self._users = 1
         self._txns = 0
@@ -134,9 +144,11 @@ class Environment:
 
     @property
     def is_current(self) -> bool:
-        """Whether the file that is open is the one that others would open now."""
-        data = self.directory / health.DATA_NAME
-        return not self._panicked and self._data_id == _file_id(data)
+        """Whether the files that are open are those that others would open now.
+
+        The lock file too: with another one each side would use pages again that the other reads.
+        """
+        return not self._panicked and self._files == _files(self.directory)
 
     def hold(self) -> bool:
         """Keep it open until ``release``; False if it is closed, or the parent process's."""
@@ -192,6 +204,21 @@ class Environment:
             raise self._damage
         return self._persist(lambda: self._write_once(work))
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep all writers out for the length of a ``with`` block; not for `write` inside it.
+
+        Raises:
+            Fault: they couldn't be kept out, or the files are no longer those in the directory.
+        """
+        try:
+            with self._writers_out():
+                if not self.is_current:
+                    raise Lost("its directory or a file in it was deleted or replaced")
+                yield
+        except (GateTimeout, OSError) as error:
+            raise _fault(error) from error
+
     def set_aside(self) -> Path | None:
         """Quarantine the files, unless somebody did already; where they are now.
 
@@ -237,7 +264,8 @@ class Environment:
             return self._resize(0)
         if isinstance(error, lmdb.MapFullError | lmdb.ReadersFullError):
             # A reader that died keeps its slot, and all pages freed since it began.
-            self._env.reader_check()
+            with self._reading():
+                self._env.reader_check()
             return True
         return False
 
@@ -256,13 +284,16 @@ class Environment:
             return idle
 
     def _read_once(self, work: Callable[[Rows], _T]) -> _T:
-        with self._counted(), self._env.begin(buffers=True) as txn:
-            return work(Rows(txn, self._dbs))
+        with self._counted():
+            with self._reading():
+                begun = self._env.begin(buffers=True)
+            with begun as txn:
+                return work(Rows(txn, self._dbs))
 
     def _write_once(self, work: Callable[[Ledger], _T]) -> _T:
         with self._writers_out():
             if not self.is_current:
-                raise Lost("its directory was deleted or replaced")
+                raise Lost("its directory or a file in it was deleted or replaced")
             with self._counted(), self._env.begin(write=True) as txn:
                 ledger = Ledger(txn, self._dbs, self._file_bytes())
                 wanted = map_bytes(ledger.number(CAP) or 0)
@@ -272,8 +303,12 @@ class Environment:
                 ledger.finish()
             self._commits += 1
             if not self._commits % _COMMITS_PER_READER_CHECK:
-                self._env.reader_check()
+                with self._reading():
+                    self._env.reader_check()
             return result
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return self._gate.reading() if self._gate else nullcontext()
 
     @contextmanager
     def _writers_out(self) -> Iterator[None]:
@@ -326,6 +361,10 @@ def _file_id(path: Path) -> _FileId | None:
     return status.st_dev, status.st_ino
 
 
+def _files(directory: Path) -> tuple[_FileId | None, _FileId | None]:
+    return _file_id(directory / health.DATA_NAME), _file_id(directory / health.LOCK_NAME)
+
+
 def open_for_writing(directory: Path, cap_bytes: int) -> Environment:
     """The environment of ``directory``, created if need be, moved aside first if damaged. Held.
 
@@ -334,13 +373,60 @@ def open_for_writing(directory: Path, cap_bytes: int) -> Environment:
     """
     _require_engine()
     _prepare(directory)
+    return _writable(directory, lambda: _open_checked(directory, cap_bytes, _move_damaged))
+
+
+def open_to_mend(directory: Path) -> Environment:
+    """The environment of ``directory`` for writing, held. Not created, and not moved aside.
+
+    Single rows may be damaged; if the file itself is, it is refused.
+
+    Raises:
+        ColdTierUnavailable: there is none, or it can't be used; the message says why.
+    """
+    _require_engine()
+    header = _require_store(directory)
+    return _writable(directory, lambda: _open_checked(directory, header.map_bytes, _refuse_broken))
+
+
+def open_for_reading(
+    directory: Path, look: Callable[[Path], str | None] = health.finding
+) -> Environment:
+    """The environment of ``directory`` as it is, held. Creates and changes nothing.
+
+    ``look`` says what is wrong with it, and None if nothing: also `broken` can be asked.
+
+    Raises:
+        ColdTierUnavailable: there is none, or it is damaged or of another format.
+    """
+    _require_engine()
+    _require_store(directory)
     try:
-        environment = _shared(directory, lambda: _open_checked(directory, cap_bytes))
+        return _shared(directory, lambda: _open_read_only(directory, look))
     except GateTimeout:
-        raise ColdTierUnavailable(
-            f"{directory}: another process has been writing for {GATE_TIMEOUT_S:.0f} s; "
-            "stop it or choose another directory"
-        ) from None
+        raise ColdTierUnavailable(_BUSY.format(directory)) from None
+    except (OSError, lmdb.Error, CorruptBlob) as error:
+        raise ColdTierUnavailable(f"{directory} can't be opened ({error})") from error
+
+
+def broken(directory: Path) -> str | None:
+    """As `health.finding`, but without damage that is in single rows only."""
+    found = health.finding(directory)
+    data = directory / health.DATA_NAME
+    header = health.read_header(data) if found else None
+    if header is None or data.stat().st_size < header.n_bytes:
+        return found
+    try:
+        return found if verify(str(directory)) else None  # type: ignore[no-untyped-call] # py-lmdb doesn't annotate it
+    except VerifyError as error:
+        return str(error)
+
+
+def _writable(directory: Path, open_new: Callable[[], Environment]) -> Environment:
+    try:
+        environment = _shared(directory, open_new)
+    except GateTimeout:
+        raise ColdTierUnavailable(_BUSY.format(directory)) from None
     except (OSError, lmdb.Error, CorruptBlob) as error:
         raise ColdTierUnavailable(
             f"{directory} can't be opened ({error}); mend it or choose another directory"
@@ -353,19 +439,14 @@ def open_for_writing(directory: Path, cap_bytes: int) -> Environment:
     return environment
 
 
-def open_for_reading(directory: Path) -> Environment:
-    """The environment of ``directory`` as it is, held. Creates and changes nothing.
-
-    Raises:
-        ColdTierUnavailable: there is none, or it is damaged or of another format.
-    """
-    _require_engine()
-    if not (directory / health.DATA_NAME).exists() or not is_marked(directory):
+def _require_store(directory: Path) -> health.Header:
+    data = directory / health.DATA_NAME
+    if not data.exists() or not is_marked(directory):
         raise ColdTierUnavailable(f"{directory}: there is no cold tier here")
-    try:
-        return _shared(directory, lambda: _open_read_only(directory))
-    except (OSError, lmdb.Error, CorruptBlob) as error:
-        raise ColdTierUnavailable(f"{directory} can't be opened ({error})") from error
+    header = health.read_header(data)
+    if header is None:
+        raise ColdTierUnavailable(f"{directory} is damaged (it has no LMDB header)")
+    return header
 
 
 def _shared(directory: Path, open_new: Callable[[], Environment]) -> Environment:
@@ -416,13 +497,15 @@ def _prepare(directory: Path) -> None:
         )
 
 
-def _open_checked(directory: Path, cap_bytes: int) -> Environment:
-    """A new environment, moved aside first if it is damaged. Other openers wait meanwhile."""
+def _open_checked(directory: Path, cap_bytes: int, settle: Callable[[Path], None]) -> Environment:
+    """A new environment, after ``settle`` looked at one that nobody uses. Other openers wait."""
     gate = Gate(directory)
     try:
         with gate.hold(GATE_TIMEOUT_S):
+            swap.finish(directory)
             if not health.in_use(directory):
-                _move_damaged(directory)
+                settle(directory)
+            gate.mend()
             env = lmdb.open(
                 str(directory),
                 map_size=map_bytes(cap_bytes),
@@ -440,10 +523,11 @@ def _open_checked(directory: Path, cap_bytes: int) -> Environment:
                 max_spare_txns=0,
             )
             try:
-                dbs = _databases(env, directory, cap_bytes)
-                env.reader_check()
-                _sync_directory(directory)
                 gate.watch()
+                dbs = _databases(env, directory, cap_bytes)
+                with gate.reading():
+                    env.reader_check()
+                _sync_directory(directory)
                 return Environment(directory, env, dbs, gate)
             except BaseException:
                 env.close()
@@ -462,16 +546,35 @@ def _move_damaged(directory: Path) -> None:
     log_quarantine(directory, found, aside)
 
 
+def _refuse_broken(directory: Path) -> None:
+    found = broken(directory)
+    if found is not None:
+        raise ColdTierUnavailable(f"{directory} is damaged ({found})")
+    health.fill_up(directory)
+
+
 def log_quarantine(directory: Path, why: str, aside: Path) -> None:
     """The one line that says that a store was given up."""
     logger.error("cold tier in %s is damaged (%s): moved to %s, empty now", directory, why, aside)
 
 
-def _open_read_only(directory: Path) -> Environment:
-    if not health.in_use(directory):
-        found = health.finding(directory)
-        if found is not None:
-            raise ColdTierUnavailable(f"{directory} is damaged ({found})")
+def _open_read_only(directory: Path, look: Callable[[Path], str | None]) -> Environment:
+    gate = Gate(directory)
+    try:
+        # The two files must be of one store.
+        with gate.hold(GATE_TIMEOUT_S):
+            swap.finish(directory)
+            found = None if health.in_use(directory) else look(directory)
+            if found is not None:
+                raise ColdTierUnavailable(f"{directory} is damaged ({found})")
+            gate.mend()
+            with gate.reading():
+                return _open_as_it_is(directory)
+    finally:
+        gate.close()
+
+
+def _open_as_it_is(directory: Path) -> Environment:
     header = health.read_header(directory / health.DATA_NAME)
     env = lmdb.open(
         str(directory),

@@ -1,8 +1,9 @@
 """Whether a cold directory can be opened without dying of it, found out before it is opened.
 
-LMDB maps its file: a truncated one is SIGBUS at the first access beyond its end, a zeroed page
-SIGABRT, and neither can be caught. So the header is read as plain bytes, and the pages are
-walked in a process of their own that may die.
+LMDB maps its file and believes it: a truncated one is SIGBUS at the first access beyond its end,
+a zeroed page SIGABRT, a page in the wrong place either, maybe only once it is freed and used
+again. None can be caught. So the file is read as plain bytes first, by the verifier that comes
+with py-lmdb, and then walked, in a process of their own that may take long and may die.
 
 This file is also that process's program. It runs by path and imports nothing of the package, so
 that it starts fast and nothing else can fail in it.
@@ -18,11 +19,11 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
+from lmdb.verify import VerifyError, verify
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -39,8 +40,20 @@ _MAGIC = 0xBEEFC0DE
 _VERSION = 1
 _PAGE_SIZES = (1 << 9, 1 << 16)
 _FOUND = 3
-_BLOB = b"blob"
+# What a walk reads besides the structure: the index, and in a cut file every value's end.
+ROWS, VALUES = "rows", "values"
 _INDEX = b"index"
+# `ledger.DATABASES`, which this program can't import.
+OURS = frozenset((b"meta", b"namespace", b"index", b"use", b"order", b"child", b"blob"))
+# What LMDB says of a file that isn't what it must be. Its other errors, of memory say, tell
+# nothing of the file.
+_DAMAGE = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.NotFoundError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +115,8 @@ def finding(directory: Path, timeout_s: float = WALK_TIMEOUT_S) -> str | None:
     """What is wrong with the data file of ``directory``, None if nothing was found.
 
     Changes nothing. Keep writers out meanwhile, or what they do may look like damage. Costs one
-    start of the interpreter and a read of all rows but the blobs; a walk that takes longer than
-    ``timeout_s`` finds nothing.
+    start of the interpreter and a read of all rows but the blobs, of these a page each: about
+    0.2 s, and as much again for each GB. What takes longer than ``timeout_s`` finds nothing.
     """
     data = directory / DATA_NAME
     if not data.exists() or not data.stat().st_size:
@@ -114,10 +127,10 @@ def finding(directory: Path, timeout_s: float = WALK_TIMEOUT_S) -> str | None:
     if header.n_bytes > max(header.map_bytes, data.stat().st_size):
         return "its header counts more pages than its map has"
     if data.stat().st_size >= header.n_bytes:
-        return _walk_apart(directory, "rows", timeout_s)
+        return _walk_apart(directory, ROWS, timeout_s)
     # LMDB does not write a page that was allocated and freed in one transaction, so a few may
     # be missing at the end. Whether a used one is, only reading every value tells.
-    return _walk_apart(directory, "values", timeout_s)
+    return _walk_apart(directory, VALUES, timeout_s)
 
 
 def fill_up(directory: Path) -> None:
@@ -161,49 +174,60 @@ def _walk_apart(directory: Path, what: str, timeout_s: float) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode == _FOUND:
-        return done.stdout.strip()
-    if -done.returncode in (signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV):
-        return f"reading it ends in {signal.Signals(-done.returncode).name}"
+    return verdict(done.returncode, done.stdout)
+
+
+def verdict(status: int, said: str) -> str | None:
+    """What a walk found, from its exit status and what it printed."""
+    if status == _FOUND:
+        return said.strip()
+    if -status in (signal.SIGBUS, signal.SIGABRT, signal.SIGSEGV):
+        return f"reading it ends in {signal.Signals(-status).name}"
     return None
 
 
-def _walk_rows(txn: lmdb.Transaction, name: bytes, db: lmdb._Database) -> None:
-    cursor = txn.cursor(db)
-    if name == _BLOB:
-        for _ in cursor.iternext(keys=True, values=False):
-            pass
-        return
-    for _key, value in cursor:
+def _structure(directory: str) -> None:
+    """Raise CorruptedError unless every page is what some other says, and is said to be by one
+    only, and all others are free. Reads the trees and the first page of each large value.
+    """
+    try:
+        found = verify(directory)  # type: ignore[no-untyped-call] # py-lmdb doesn't annotate it
+    except VerifyError as error:
+        raise lmdb.CorruptedError(str(error)) from error
+    if found:
+        raise lmdb.CorruptedError(f"{found[0]}, and {len(found) - 1} findings more")
+
+
+def _walk_index(txn: lmdb.Transaction, index: lmdb._Database) -> None:
+    for _key, value in txn.cursor(index):
         # The first four bytes of an index record are the CRC-32 of the others.
-        if name == _INDEX and value[:4] != zlib.crc32(value[4:]).to_bytes(4, "little"):
+        if value[:4] != zlib.crc32(value[4:]).to_bytes(4, "little"):
             raise lmdb.CorruptedError("index record fails its CRC")
 
 
-def _walk_values(txn: lmdb.Transaction, name: bytes, db: lmdb._Database) -> None:
-    """Rows, and the last byte of every value: the page that a cut file lacks first."""
-    _walk_rows(txn, name, db)
+def _walk_ends(txn: lmdb.Transaction, db: lmdb._Database) -> None:
+    """The last byte of every value: the page that a cut file lacks first."""
     for _key, value in txn.cursor(db):
         if value:
             value[-1]
 
 
-_WALKS: dict[str, Callable[[lmdb.Transaction, bytes, lmdb._Database], None]] = {
-    "rows": _walk_rows,
-    "values": _walk_values,
-}
-
-
 def _walk(directory: str, what: str) -> None:
+    _structure(directory)
     # Without readahead, which would read the blobs between the rows; without lock, because
     # the caller keeps writers out and this process may die at any point.
     env = lmdb.open(directory, readonly=True, create=False, lock=False, readahead=False, max_dbs=16)
     with env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
+    if names and OURS - set(names) not in (frozenset(), OURS):
+        raise lmdb.CorruptedError("one of its databases has another name")
     for name in names:
         db = env.open_db(name, create=False)
-        with env.begin() as txn:
-            _WALKS[what](txn, name, db)
+        with env.begin(buffers=True) as txn:
+            if name == _INDEX:
+                _walk_index(txn, db)
+            if what == VALUES:
+                _walk_ends(txn, db)
 
 
 def main(arguments: list[str]) -> int:
@@ -211,7 +235,7 @@ def main(arguments: list[str]) -> int:
     directory, what = arguments
     try:
         _walk(directory, what)
-    except (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError) as error:
+    except _DAMAGE as error:
         print(error)
         return _FOUND
     return 0

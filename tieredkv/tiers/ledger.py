@@ -122,11 +122,15 @@ class Rows:
 
     def cost_bytes(self, blob_bytes: int) -> int:
         """What a block of ``blob_bytes`` encoded bytes adds to ``live_bytes``, at most."""
+        return self.piece_bytes(blob_bytes) + _ROW_PAGES * self.page_bytes
+
+    def piece_bytes(self, blob_bytes: int) -> int:
+        """What the pieces of ``blob_bytes`` encoded bytes take in whole pages."""
         page = self.page_bytes
         whole, rest = divmod(blob_bytes, PIECE_BYTES)
         pages = whole * -(-(PIECE_BYTES + _PAGE_HEADER_BYTES) // page)
         pages += -(-(rest + _PAGE_HEADER_BYTES) // page)
-        return (pages + _ROW_PAGES) * page
+        return pages * page
 
     def number(self, name: bytes) -> int | None:
         """A value of ``meta``."""
@@ -303,6 +307,12 @@ class Ledger(Rows):
         ``grade`` says how it ages. ``origin`` describes its namespace; None leaves the
         description that is there.
         """
+        self.insert(key, record, blob, Use(self._tick(), grade=grade), origin)
+
+    def insert(
+        self, key: bytes, record: Record, blob: bytes, use: Use, origin: Origin | None
+    ) -> None:
+        """`add` with the use of another time; it must count no children yet."""
         self._added += self.cost_bytes(len(blob))
         view = memoryview(blob)
         for number in range(record.n_pieces):
@@ -310,7 +320,7 @@ class Ledger(Rows):
             piece = view[start : start + PIECE_BYTES]
             self._txn.put(piece_key(key, number), piece, db=self._dbs.blob)
         self._txn.put(key, record.pack(), db=self._dbs.index)
-        self._put_use(key, None, Use(self._tick(), grade=grade))
+        self._put_use(key, None, use)
         for row in child_rows(record.parent, key, record.tokens):
             self._txn.put(row, key, db=self._dbs.child)
         if record.parent != record.root:
@@ -324,6 +334,17 @@ class Ledger(Rows):
             return
         use = self.use(key)
         self._put_use(key, use, replace(use, last=self._tick(), hits=use.hits + 1))
+
+    def set_use(self, key: bytes, use: Use) -> None:
+        """Give a block that is here another use, but leave the number of its children."""
+        old = self.use(key)
+        new = replace(use, children=old.children)
+        if new != old:
+            self._put_use(key, old, new)
+
+    def advance(self, clock: int) -> None:
+        """Give out no last use up to ``clock`` any more."""
+        self._clock = max(self._clock, clock)
 
     def remove(self, key: bytes) -> Record:
         """Delete a leaf that is here, and return its record."""

@@ -128,11 +128,11 @@ class Writer:
             self._changed.notify_all()
 
     def _guarded(self, act: Callable[[list[_T]], _R], items: list[_T], otherwise: _R) -> _R:
-        """The tier's answer; ``otherwise``, and a log line, if it fails against its contract."""
+        """What ``act`` returns; ``otherwise``, and a log line, if it fails against its contract."""
         try:
             return act(items)
-        except Exception:  # noqa: BLE001 - the thread must outlive a fault of the tier
-            _LOG.exception("tieredkv: a fault of the tier cost %d items", len(items))
+        except Exception:  # noqa: BLE001 - the thread must outlive a fault of the tier or the store
+            _LOG.exception("tieredkv: a fault of the writer's tier cost %d items", len(items))
             return otherwise
 
     def _next(self) -> tuple[list[Block], list[BlockKey]]:
@@ -174,7 +174,7 @@ class Writer:
             self._pending.difference_update(keys)
             self._n_bytes -= sum(block.n_bytes for block in batch)
         batch.clear()
-        self._done(keys, n)
+        self._guarded(lambda left: self._done(left, n), keys, None)
 
     def _abandon(self, last: Block) -> deque[Block]:
         """Blocks queued behind one that could not be written: without it they can't be either."""

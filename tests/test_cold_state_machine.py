@@ -1,0 +1,434 @@
+"""Everything that can be done to a cold tier, in any order, by two processes, against a model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cold_blocks import NAMESPACE, PlainCodec, blocks_of, chain, content, is_right
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tieredkv import keys
+from tieredkv.core import Block, BlockKey, Chain, TensorSpec
+from tieredkv.tiers import health, ledger
+from tieredkv.tiers.cold import ColdTier
+from tieredkv.tiers.pruning import Criteria
+from tieredkv.tiers.rebuild import rebuild
+from tieredkv.tiers.records import Use, piece_key
+
+# Room for some thirty blocks.
+CAP = 1 << 20
+N_BYTES = 20_000
+NAMESPACES = (NAMESPACE, replace(NAMESPACE, model="another"))
+NOBODY = BlockKey(b"n" * 32)
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["cold_blocks", "tieredkv.tiers.cold"])
+
+
+def settle(patch):
+    """Make what happens depend on nothing but what is done, and openings fast."""
+    # Ages by the wall clock would choose other victims each time: the clock only counts.
+    patch.setattr(ledger, "time", SimpleNamespace(time_ns=lambda: 0))
+    # A start of the interpreter for each opening would leave no time for anything else.
+    patch.setattr(health, "_walk_apart", lambda *_: None)
+
+
+def open_tier(folder):
+    tier = ColdTier(folder, CAP, PlainCodec())
+    for namespace in NAMESPACES:
+        tier.register(namespace)
+    return tier
+
+
+def serve(pipe):
+    """Do to a tier of this process what is asked."""
+    settle(pytest.MonkeyPatch())
+    tier = None
+    while (question := pipe.recv()) is not None:
+        name, arguments = question
+        if name == "open":
+            tier = open_tier(*arguments)
+            pipe.send(None)
+            continue
+        found = getattr(tier, name)(*arguments)
+        pipe.send(list(found) if name == "prune" else found)
+
+
+class Remote:
+    """A tier in another process; its methods, not its properties."""
+
+    pipe = None
+
+    def __init__(self, folder):
+        if Remote.pipe is None:
+            Remote.pipe, theirs = PROCESSES.Pipe()
+            PROCESSES.Process(target=serve, args=(theirs,), daemon=True).start()
+        self._ask("open", folder)
+
+    def _ask(self, name, *arguments):
+        Remote.pipe.send((name, arguments))
+        assert Remote.pipe.poll(30)
+        return Remote.pipe.recv()
+
+    def __getattr__(self, name):
+        return lambda *arguments: self._ask(name, *arguments)
+
+
+def state_of(parent, key, tokens, grade):
+    """A snapshot or window, with the content of its key."""
+    spec = TensorSpec("uint8", (1, 1, N_BYTES, 1))
+    data = np.frombuffer(content(key, N_BYTES), np.uint8).reshape(spec.shape)
+    return Block(parent.root, parent.key, key, tokens, (spec,), (data,), grade)
+
+
+def snapshot_of(parent, grade):
+    return state_of(parent, keys.snapshot_key(parent.key), b"", grade)
+
+
+def window_of(parent, grade):
+    return state_of(parent, keys.window_key(parent.key), keys.WINDOW_TOKENS, grade)
+
+
+def leads(shorter, longer):
+    """Whether a block has the first tokens of a sibling, but not all."""
+    return (
+        shorter.parent == longer.parent
+        and shorter.tokens
+        and len(longer.tokens) > len(shorter.tokens)
+        and longer.tokens.startswith(shorter.tokens)
+    )
+
+
+@dataclass
+class Model:
+    """What a tier must hold: blocks in a dict, and a touch that touches all ancestors."""
+
+    blocks: dict[BlockKey, Block] = field(default_factory=dict)
+    last: dict[BlockKey, int] = field(default_factory=dict)
+    clock: int = 0
+    # At most one: which of several a load comes across is left to its threads.
+    damaged: set[BlockKey] = field(default_factory=set)
+
+    def touch(self, key):
+        self.clock += 1
+        while key in self.blocks:
+            self.last[key] = self.clock
+            key = self.blocks[key].parent
+
+    def children(self, key):
+        return [k for k, block in self.blocks.items() if block.parent == key]
+
+    def remove(self, key):
+        """With all that is below it."""
+        for child in self.children(key):
+            self.remove(child)
+        if key in self.blocks:
+            del self.blocks[key]
+        self.damaged.discard(key)
+
+    def put(self, batch, n_held):
+        """Put the first ``n_held`` blocks of a batch; the tails that may have been superseded."""
+        covered = set()
+        for i, block in enumerate(batch[:n_held]):
+            is_last = i + 1 == len(batch) or batch[i + 1].parent != block.key
+            covers = [b for b in self.blocks.values() if leads(block, b)]
+            if block.key in self.blocks:
+                if is_last:
+                    self.touch(block.key)
+            elif covers and is_last:
+                # The next in order is the one that a search finds.
+                self.touch(min(covers, key=lambda b: keys.ordered(b.tokens)).key)
+            else:
+                assert block.parent == block.root or block.parent in self.blocks
+                covered |= {b.key for b in self.blocks.values() if leads(b, block)}
+                self.blocks[block.key] = block
+                self.touch(block.key)
+        return covered
+
+    def leave(self, gone, spared=frozenset(), optional=frozenset()):
+        """Let ``gone`` go, in some order in which each is, of the leaves of its grade, the one
+        whose last use is longest ago; any of ``optional`` may have gone too.
+        """
+        tried, pending = set(), [frozenset()]
+        while pending and not gone <= pending[-1]:
+            left = pending.pop()
+            for key in self.oldest(left, spared) & (gone | optional):
+                if left | {key} not in tried:
+                    tried.add(left | {key})
+                    pending.append(left | {key})
+        assert pending, f"{len(gone)} blocks left, not all of them in their turn"
+        for key in gone:
+            self.remove(key)
+
+    def oldest(self, left, spared):
+        """Of each grade the leaf that is next, after those that have left."""
+        blocks = {key: block for key, block in self.blocks.items() if key not in left}
+        parents = {block.parent for block in blocks.values()}
+        first = {}
+        for key in sorted(blocks.keys() - parents - spared, key=self.last.__getitem__):
+            first.setdefault(blocks[key].grade, key)
+        return set(first.values())
+
+
+prompts = st.lists(st.integers(0, 2), min_size=1, max_size=14)
+namespaces = st.sampled_from(NAMESPACES)
+handles = st.integers(0, 1)
+grades = st.integers(0, 3)
+indices = st.integers(0, 1000)
+
+
+class ColdMachine(RuleBasedStateMachine):
+    """A tier of this process and one of another on one directory, against one model.
+
+    A tier is *stale* from when the store was made anew to its next write: until then it reads
+    the old file. At most one is at a time.
+    """
+
+    @initialize(all_tokens=st.lists(prompts, min_size=4, max_size=10))
+    def start(self, all_tokens):
+        self.patch = pytest.MonkeyPatch()
+        settle(self.patch)
+        self.folder = Path(tempfile.mkdtemp())
+        self.tiers = [open_tier(self.folder), Remote(self.folder)]
+        self.stale = [False, False]
+        self.condemned = [set(), set()]
+        self.model = Model()
+        for at, tokens in enumerate(all_tokens):
+            self.put(at % 2, tokens, NAMESPACES[at % 3 == 0], at % 4, at % 2 == 0)
+
+    # ---- what a handle knows
+
+    def write(self, i):
+        """What any write of a tier does first: change over, and delete what it found damaged."""
+        if self.stale[i]:
+            self.stale[i] = False
+        else:
+            for key in self.condemned[i]:
+                self.model.remove(key)
+        self.condemned[i] = set()
+
+    def refresh(self, i):
+        self.tiers[i].touch([NOBODY])
+        self.write(i)
+
+    def fresh(self):
+        return self.tiers[self.stale.index(False)]
+
+    def present(self):
+        """Of the blocks in the model those that are there, condemned or not."""
+        known = list(self.model.blocks)
+        i = self.stale.index(False)
+        return self.tiers[i].present(known) | (self.condemned[i] & self.model.blocks.keys())
+
+    # ---- rules
+
+    @rule(i=handles, tokens=prompts, namespace=namespaces, grade=grades, snapshot=st.booleans())
+    def put(self, i, tokens, namespace, grade, snapshot):
+        batch = blocks_of(chain(tokens, namespace), N_BYTES)
+        if snapshot:
+            batch.append(snapshot_of(batch[-1], grade))
+        self.store(i, batch)
+
+    @rule(i=handles, tokens=prompts, namespace=namespaces, grade=grades)
+    def put_windows(self, i, tokens, namespace, grade):
+        full = blocks_of(chain(tokens, namespace), N_BYTES)[: len(tokens) // 4]
+        for block in full:
+            if block.key in self.model.blocks:
+                self.store(i, [window_of(block, grade)])
+
+    def store(self, i, batch):
+        was_stale = self.stale[i]
+        held = self.tiers[i].put(batch)
+        self.write(i)
+        orphaned = batch[0].parent != batch[0].root and batch[0].parent not in self.model.blocks
+        if orphaned:
+            assert held == 0
+        elif not was_stale:
+            # A stale tier may have taken for known what is no longer there.
+            assert held == len(batch)
+        covered = self.model.put(batch, held)
+        present = self.present()
+        spared = {key for block in batch for key in (block.key, block.parent)}
+        gone = self.model.blocks.keys() - present - covered
+        self.model.leave(gone, spared, covered - present)
+        for key in covered - present:
+            assert not self.model.children(key), "a block with a child was superseded"
+            self.model.remove(key)
+
+    @rule(i=handles, tokens=prompts, namespace=namespaces)
+    def touch_in_vain(self, i, tokens, namespace):
+        self.touch_one(i, chain(tokens, namespace).keys[-1])
+
+    @rule(i=handles, at=indices)
+    @precondition(lambda self: self.model.blocks)
+    def touch(self, i, at):
+        self.touch_one(i, self.known(at))
+
+    def touch_one(self, i, key):
+        self.tiers[i].touch([key])
+        self.write(i)
+        if key in self.model.blocks:
+            self.model.touch(key)
+
+    @rule(i=handles, part=st.floats(0.2, 1))
+    @precondition(lambda self: self.model.blocks)
+    def trim(self, i, part):
+        self.refresh(i)
+        self.tiers[i].trim_to(int(self.tiers[0].n_bytes * part))
+        self.model.leave(self.model.blocks.keys() - self.present())
+
+    @rule(i=handles, tokens=prompts, namespace=namespaces)
+    def look_for(self, i, tokens, namespace):
+        self.look(i, keys.with_snapshot(chain(tokens, namespace)))
+
+    @rule(i=handles, at=indices)
+    @precondition(lambda self: self.model.blocks)
+    def look_at(self, i, at):
+        self.look(i, self.path(self.known(at)))
+
+    def look(self, i, c):
+        tier = self.tiers[i]
+        loaded = tier.load(c.keys)
+        assert [block.key for block in loaded] == list(c.keys[: len(loaded)])
+        assert all(map(is_right, loaded))
+        if self.stale[i]:
+            return
+        there = [key in self.model.blocks and key not in self.condemned[i] for key in c.keys]
+        leading = c.keys[: there.index(False) if False in there else len(there)]
+        damaged = self.model.damaged & set(leading)
+        for key in damaged:
+            leading = leading[: leading.index(key)]
+        assert len(loaded) == len(leading)
+        self.condemned[i] |= damaged
+        assert tier.lookup(c) == min(len(leading), c.n_full)
+        assert tier.missing(c) >= len(leading)
+
+    @rule(i=handles)
+    @precondition(lambda self: self.model.blocks)
+    def reopen(self, i):
+        self.tiers[i].close()
+        self.tiers[i] = Remote(self.folder) if i else open_tier(self.folder)
+        self.stale[i] = False
+        self.condemned[i] = set()
+
+    @rule(i=handles, at=indices)
+    @precondition(lambda self: self.model.blocks)
+    def prune_by_age(self, i, at):
+        for handle in (0, i):
+            self.refresh(handle)
+        if not self.model.blocks:
+            return
+        uses = {k: Use.unpack(v) for k, v in self.rows("use").items()}
+        cutoff = sorted(use.last for use in uses.values())[at % len(uses)]
+        latest = {key: use.last for key, use in uses.items()}
+        for key in uses:
+            below = key
+            while below in self.model.blocks:
+                below = self.model.blocks[below].parent
+                if below in latest:
+                    latest[below] = max(latest[below], uses[key].last)
+        pruned = list(self.tiers[i].prune(Criteria(unused_since=cutoff)))
+        assert {victim.key for victim in pruned} == {k for k, v in latest.items() if v < cutoff}
+        for victim in pruned:
+            self.model.remove(victim.key)
+
+    @rule(i=handles, namespace=namespaces)
+    @precondition(lambda self: self.model.blocks)
+    def prune_by_model(self, i, namespace):
+        self.refresh(i)
+        pruned = list(self.tiers[i].prune(Criteria(model=namespace.model, salt=b"")))
+        root = keys.namespace_key(namespace)
+        mine = {key for key, block in self.model.blocks.items() if block.root == root}
+        assert {victim.key for victim in pruned} == mine
+        for key in mine:
+            self.model.remove(key)
+
+    @rule(first=handles)
+    @precondition(lambda self: self.model.blocks)
+    def make_anew(self, first):
+        done = rebuild(self.folder, PlainCodec())
+        for key in list(self.model.damaged):
+            self.model.remove(key)
+        assert done.kept == len(self.model.blocks)
+        self.stale = [True, True]
+        self.refresh(first)
+
+    @rule(at=indices, byte=st.integers(0, N_BYTES - 1))
+    @precondition(lambda self: self.model.blocks and not self.model.damaged)
+    def damage(self, at, byte):
+        self.refresh(0)
+        if not self.model.blocks:
+            return
+        key = self.known(at)
+
+        def flip(rows):
+            txn, db = rows._txn, rows._dbs.blob
+            piece = bytearray(txn.get(piece_key(key, 0), db=db))
+            piece[byte] ^= 1
+            txn.put(piece_key(key, 0), bytes(piece), db=db)
+
+        self.tiers[0]._environment.write(flip)
+        self.model.damaged.add(key)
+
+    def known(self, at):
+        return sorted(self.model.blocks)[at % len(self.model.blocks)]
+
+    def path(self, key):
+        """The chain that ends in a block."""
+        found = []
+        while key in self.model.blocks:
+            found.insert(0, self.model.blocks[key])
+            key = found[0].parent
+        if found[-1].tokens == keys.WINDOW_TOKENS:
+            found.pop()
+        tokens = b"".join(block.tokens for block in found)
+        c = Chain(found[0].root, np.frombuffer(tokens, "<i8"), 4, ())
+        return replace(c, keys=tuple(block.key for block in found))
+
+    def rows(self, database):
+        return self.tiers[0]._read(lambda rows: dict(rows.rows(database)), None)
+
+    # ---- what always holds
+
+    @invariant()
+    def agrees(self):
+        tier = self.fresh()
+        assert tier.check() == []
+        assert self.present() == self.model.blocks.keys()
+        usage = tier.usage()
+        assert usage.blocks == sum(n.blocks for n in usage.namespaces) == len(self.model.blocks)
+        assert 0 < usage.live_bytes <= CAP
+        assert (self.folder / health.DATA_NAME).stat().st_size <= CAP
+        parents = {block.parent for block in self.model.blocks.values()}
+        assert parents <= self.model.blocks.keys() | {*map(keys.namespace_key, NAMESPACES)}
+
+    def teardown(self):
+        if not hasattr(self, "tiers"):
+            return
+        found = {BlockKey(bytes.fromhex(p.where)) for p in self.fresh().verify()}
+        for tier in self.tiers:
+            tier.close()
+        self.patch.undo()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        assert found == self.model.damaged
+
+
+ColdMachine.TestCase.settings = settings(
+    max_examples=15, stateful_step_count=25, deadline=None, phases=(Phase.reuse, Phase.generate)
+)
+TestColdMachine = ColdMachine.TestCase

@@ -1,0 +1,320 @@
+"""The generation thread: mlx-lm's loop, whose prompts are stored as they are computed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm import server as upstream
+from mlx_lm.generate import wired_limit
+from mlx_lm.models.cache import can_trim_prompt_cache
+
+from tieredkv import prefill
+from tieredkv.flags import prefill_step
+from tieredkv.handler import ClientGone, GenerationEnded, ModelUnavailable
+from tieredkv.patch import in_upstream
+from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
+
+# How long a signal waits for the step under way before the process ends without it.
+_STOP_SECONDS = 5.0
+
+# Upstream's own, before `_serve_single` puts another in its place.
+_stream_generate = upstream.stream_generate
+
+# No vocabulary is this small, and counting one takes time.
+_SMALL_TOP_K = 200
+
+# How often a request that is being served asks whether its client is still there.
+_LOOK_SECONDS = 0.25
+
+# As far before a prompt's end as upstream looks for thoughts that it opens.
+_THOUGHTS_TOKENS = 11
+
+
+class TieredModelProvider(upstream.ModelProvider):
+    """Loads models and tells the cache what was loaded."""
+
+    def __init__(self, cli_args: argparse.Namespace, prompt_cache: TieredPromptCache) -> None:
+        super().__init__(cli_args)
+        self._prompt_cache = prompt_cache
+
+    def load(
+        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> Any:
+        """Upstream's.
+
+        Raises:
+            ModelUnavailable: whatever the reason, with its text.
+        """
+        try:
+            return super().load(model_path, adapter_path, draft_model_path)
+        except Exception as e:
+            raise ModelUnavailable(str(e)) from e
+
+    def _load(
+        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> None:
+        super()._load(model_path, adapter_path, draft_model_path)
+        models = [m for m in (self.model, self.draft_model) if m is not None]
+        self._prompt_cache.bind(self.model_key, *models)
+
+
+class _Tap:
+    """A response queue that notes the request's context as it goes by."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+        self.context: Any = None
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, upstream.GenerationContext):
+            self.context = item
+        self._queue.put(item)
+
+
+class _Responses(queue.Queue[Any]):
+    """What the generation thread has for one client, who may leave at any time."""
+
+    def __init__(self, is_gone: Callable[[], bool]) -> None:
+        super().__init__()
+        self.abandoned = False
+        self._is_gone = is_gone
+        self._context: Any = None
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if isinstance(item, upstream.GenerationContext):
+            self._context = item
+            if self.abandoned:
+                item.stop()
+        super().put(item, block, timeout)
+
+    def look(self) -> None:
+        """Stop the request if its client is gone.
+
+        Raises:
+            ClientGone: it is.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        if not self._is_gone():
+            return
+        # In this order: `put` takes the two steps the other way round, on another thread.
+        self.abandoned = True
+        if self._context is not None:
+            self._context.stop()
+        raise ClientGone("the client closed its connection")
+
+
+def _stays() -> bool:
+    """A client that is this process itself: never gone."""
+    return False
+
+
+class TieredResponseGenerator(upstream.ResponseGenerator):
+    """Upstream's generation loop, made to end quickly and to refuse what would kill it."""
+
+    def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
+        self.failed_to_load = False
+        # By id, since contexts can't be hashed.
+        self._contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # Segments and types of the prompt that was tokenized last, None if it has images:
+        # upstream's sequential path drops them between `_tokenize` and `_follow`.
+        self._segments: tuple[list[list[int]], list[str]] | None = None
+        super().__init__(model_provider, prompt_cache)
+
+    def _run_generate(self) -> None:
+        super()._run_generate()
+        if self._generation_failed and self.model_provider.model is None:
+            # The model given can't be loaded: nothing will ever be served.
+            self.failed_to_load = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        # A thread that used mlx and ends just before the process does can abort it otherwise.
+        mx.clear_streams()
+
+    # ---- a request, on the generation thread
+
+    def _next_request(self, timeout: float | None = None) -> Any:
+        request = super()._next_request(timeout)
+        if request is None or self._is_distributed or not request[0].abandoned:
+            return request
+        return None
+
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """Upstream's, with segments that end where the next turn may differ, and at checkpoints.
+
+        Here an exception is the client's answer. Between here and the answer's first token
+        upstream contains none, so what may fail there is tried here.
+
+        Raises:
+            ValueError: the request can't be served; the client gets its text.
+        """
+        try:
+            tokenized = super()._tokenize(tokenizer, request, args)
+        except Exception as e:
+            # Whatever a chat template makes of it.
+            raise ValueError(str(e) or type(e).__name__) from e
+        prompt, segments, types, initial_state, vision = tokenized
+        if not prompt:
+            raise ValueError("the prompt must not be empty")
+        _check_vocabulary(tokenizer, args)
+        upstream._make_sampler(args, tokenizer)
+        upstream._make_logits_processors(args)
+        self._make_state_machine(self.model_provider.model_key, tokenizer, args.stop_words)
+        if len(segments) == 1 and tokenizer.has_thinking and request.request_type == "chat":
+            # After a tool's answer upstream makes one segment.
+            start = tokenizer.rfind_think_start(prompt, start=len(prompt) - _THOUGHTS_TOKENS)
+            if start > 0:
+                segments, types = [prompt[:start], prompt[start:]], ["user", "assistant"]
+        if self.cli_args.prefill_checkpoint:
+            segments, types = prefill.cut(segments, types, self.cli_args.prefill_checkpoint)
+        salt = getattr(request, "cache_salt", b"")
+        if salt:
+            prompt = SaltedPrompt(prompt, salt)
+        if salt and vision is not None:
+            vision.cache_key = SaltedPrompt(vision.cache_key, salt)
+        # The tokens of an image are not what its state is stored under.
+        self._segments = (segments, types) if vision is None else None
+        return prompt, segments, types, initial_state, vision
+
+    def _serve_single(self, request: Any, stream: Any) -> None:
+        """Upstream's, whose prefill is stored as it goes and stopped with its request.
+
+        Upstream makes context, caches and progress callback in the middle of its method; they
+        come by on their way to the response queue and to `stream_generate`.
+        """
+        tap = _Tap(request[0])
+        with in_upstream("stream_generate", partial(self._follow, tap)):
+            super()._serve_single((tap, *request[1:]), stream)
+
+    def _follow(self, tap: _Tap, **kwargs: Any) -> Iterator[Any]:
+        context, report = tap.context, kwargs["prompt_progress_callback"]
+
+        def should_stop() -> bool:
+            # Ranks that stopped at different steps would wait for each other for ever.
+            return bool(context._should_stop) and not self._is_distributed
+
+        def progress(processed: int, total: int) -> None:
+            report(processed, total)
+            if should_stop():
+                raise prefill.Cancelled("the client is gone")
+
+        def quantized(processed: int, total: int) -> None:
+            # Before it is too late: a request that stops keeps this step too.
+            if 0 < processed < total:
+                done = context.prompt[: context.prompt_cache_count + processed]
+                key, live = self.model_provider.model_key, kwargs["prompt_cache"]
+                self.prompt_cache.insert_cache(key, done, live, cache_type="user")
+            progress(processed, total)
+
+        models = self._models(kwargs)
+        target = models[0][1]
+        if self._segments is None or (len(models) > 1 and not can_trim_prompt_cache(target)):
+            # Upstream's own prefill: of images, or none, since it refuses to speculate.
+            return self._started({**kwargs, "prompt_progress_callback": progress})
+        if kwargs["kv_bits"] is not None:
+            # Upstream's, too: it quantizes at the ends of its steps.
+            step = prefill_step(self.cli_args)
+            more = {"prompt_progress_callback": quantized, "prefill_step_size": step}
+            return self._started({**kwargs, **more})
+        follower = prefill.SequentialPrefill(
+            self.prompt_cache,
+            self.model_provider.model_key,
+            context.prompt,
+            *self._segments,
+            context.prompt_cache_count,
+            should_stop,
+        )
+        with mx.stream(kwargs["stream"]), wired_limit(kwargs["model"], [kwargs["stream"]]):
+            kwargs["prompt"] = follower.run(models, kwargs["prefill_step_size"], report)
+        if len(models) == 1:
+            # With a draft model upstream's don't see the prompt.
+            kwargs["logits_processors"] = follower.seeing_all(kwargs["logits_processors"])
+        del kwargs["prompt_progress_callback"]
+        return self._started(kwargs)
+
+    @staticmethod
+    def _started(kwargs: dict[str, Any]) -> Iterator[Any]:
+        responses: Iterator[Any] = _stream_generate(**kwargs)
+        return responses
+
+    @staticmethod
+    def _models(kwargs: dict[str, Any]) -> list[tuple[Any, list[Any]]]:
+        """Target and maybe draft, each with its layers' caches: upstream has them in one list."""
+        target, draft, caches = kwargs["model"], kwargs["draft_model"], kwargs["prompt_cache"]
+        if draft is None:
+            return [(target, caches)]
+        n = len(target.layers)
+        return [(target, caches[:n]), (draft, caches[n:])]
+
+    # ---- a request, on its client's thread
+
+    def generate(
+        self,
+        request: Any,
+        generation_args: Any,
+        progress_callback: Callable[[int, int], None] | None = None,
+        is_gone: Callable[[], bool] = _stays,
+    ) -> Any:
+        """Upstream's, for a client that may leave: its request ends with it.
+
+        Raises:
+            ClientGone: ``is_gone`` says so; iterating over the responses raises it, too.
+            GenerationEnded: nothing will be generated any more.
+        """
+        if not self.generation_available():
+            raise GenerationEnded("the generation thread has ended")
+        responses = _Responses(is_gone)
+        self.requests.put((responses, request, generation_args))
+        context = self._await_response(responses)
+        if isinstance(context, Exception):
+            raise context
+        self._contexts[id(context)] = context
+        return context, self._each(responses, progress_callback)
+
+    def _each(
+        self, responses: _Responses, report: Callable[[int, int], None] | None
+    ) -> Iterator[Any]:
+        while (response := self._await_response(responses)) is not None:
+            if isinstance(response, Exception):
+                raise response
+            if not isinstance(response, tuple):
+                yield response
+            elif report is not None:
+                report(*response)
+
+    def _await_response(self, response_queue: _Responses) -> Any:
+        while True:
+            response_queue.look()
+            try:
+                return response_queue.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                if not self.generation_available():
+                    raise GenerationEnded("the generation thread has ended") from None
+
+    def stop_and_join(self) -> None:
+        """Stop after the step under way, or give up on it after a few seconds."""
+        self._stop = True
+        for context in list(self._contexts.values()):
+            context.stop()
+        self._generation_thread.join(_STOP_SECONDS)
+
+
+def _check_vocabulary(tokenizer: Any, args: Any) -> None:
+    bias = args.logits.logit_bias
+    if not bias and args.sampling.top_k <= _SMALL_TOP_K:
+        return
+    vocabulary = len(tokenizer.get_vocab())
+    if not all(0 <= token < vocabulary for token in bias or ()):
+        raise ValueError(f"logit_bias must be of token ids from 0 to {vocabulary - 1}")
+    if args.sampling.top_k >= vocabulary:
+        args.sampling.top_k = 0  # all tokens: the same as without

@@ -1,0 +1,284 @@
+"""Requests and answers over HTTP: mlx-lm's endpoints, in front of which all is checked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import socket
+from typing import Any
+
+from mlx_lm import server as upstream
+
+from tieredkv.keys import tenant
+from tieredkv.prefill import Cancelled
+
+_LOG = logging.getLogger("tieredkv")
+
+# An automaton of some hundred bytes a character is kept for each set of stop words.
+_STOP_WORDS = 64
+_STOP_CHARACTERS = 4096
+
+# All of them are drafted before anything can stop the request.
+_DRAFT_TOKENS = 64
+
+# Of mlx's indices.
+_MOST_TOKENS = (1 << 31) - 1
+
+# A request with images is some megabytes.
+_BODY_BYTES = 256 << 20
+
+_SALT_CHARACTERS = 1024
+
+# What `apply_chat_template` takes besides the template's own variables. Clients could have the
+# server run a template of theirs, or pad a prompt to any length.
+_NOT_FOR_CLIENTS = frozenset(
+    (
+        *("conversation", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+
+_FLOATS = (
+    *("temperature", "top_p", "min_p", "xtc_probability", "xtc_threshold"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+_SIZES = ("repetition_context_size", "presence_context_size", "frequency_context_size")
+_INTEGERS = (*_SIZES, "max_tokens", "top_k", "num_draft_tokens", "top_logprobs", "seed")
+
+
+class ModelUnavailable(Exception):
+    """A model, adapter or draft model can't be loaded."""
+
+
+class GenerationEnded(RuntimeError):
+    """The generation thread is no more."""
+
+
+class ClientGone(ConnectionError):
+    """The client closed its connection before its answer was complete."""
+
+
+class _Client:
+    """The other end of a connection, and the generator as it sees it."""
+
+    def __init__(self, generator: Any, connection: socket.socket) -> None:
+        self._generator = generator
+        self._connection = connection
+        self.failure: Exception | None = None
+        # What its prompts are kept apart by.
+        self.cache_salt = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generator, name)
+
+    def is_gone(self) -> bool:
+        """Whether it has closed its side. What it sends after its request is dropped."""
+        try:
+            return not self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            return True
+
+    def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
+        """The generator's, noting why it could not."""
+        request.cache_salt = self.cache_salt
+        try:
+            return self._generator.generate(request, args, progress_callback, self.is_gone)
+        except Exception as e:
+            self.failure = e
+            raise
+
+
+# What a request of the wrong shape ends in, wherever it is noticed.
+_MISUSE = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError),
+    RecursionError,
+)
+
+
+def _status(failure: Exception) -> int:
+    if isinstance(failure, ClientGone):
+        return 499  # as others log it: nobody reads it
+    if isinstance(failure, ModelUnavailable):
+        return 404
+    if isinstance(failure, GenerationEnded | Cancelled):
+        return 503
+    return 400 if isinstance(failure, _MISUSE) else 500
+
+
+class TieredAPIHandler(upstream.APIHandler):
+    """Upstream's endpoints. Every request gets an answer, one that can't be served a 400.
+
+    A request whose client leaves is stopped, whether it streams or not.
+    """
+
+    # Upstream sets them, the generator at first and the others from the request.
+    response_generator: Any
+    body: Any
+    stream: bool
+    stream_options: dict[str, bool] | None
+
+    _has_answered = False
+
+    def setup(self) -> None:
+        super().setup()
+        self.response_generator = _Client(self.response_generator, self.connection)
+
+    def end_headers(self) -> None:
+        self._has_answered = True
+        super().end_headers()
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        failure = self.response_generator.failure
+        if status_code == 404 and failure is not None:
+            # Upstream says so of all that can't be generated.
+            status_code = _status(failure)
+        super()._set_completion_headers(status_code)
+
+    def do_POST(self) -> None:  # noqa: N802 - the base class looks for this name
+        """Upstream's. Its exceptions would drop the connection without a word."""
+        try:
+            if self._has_right_length():
+                super().do_POST()
+        except ConnectionError as e:
+            _LOG.info("tieredkv: a client left: %s", e)
+        except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
+            self._fail(e)
+
+    def _has_right_length(self) -> bool:
+        text = self.headers.get("Content-Length") or ""
+        if text.startswith("-"):
+            self._refuse(400, "Invalid Content-Length header")
+            return False
+        if text.isdecimal() and (len(text) > 18 or int(text) > _BODY_BYTES):
+            self._refuse(413, f"Requests may have at most {_BODY_BYTES} bytes")
+            return False
+        return True
+
+    def _fail(self, failure: Exception) -> None:
+        status = _status(failure)
+        _LOG.warning("tieredkv: a request failed: %.300r", failure, exc_info=status == 500)
+        text = (str(failure) or type(failure).__name__)[:1000]
+        if not self._has_answered:
+            self._headers_buffer: list[bytes] = []
+            self._refuse(status, text)
+        elif self.stream:
+            self.wfile.write(f"data: {json.dumps({'error': text})}\n\n".encode())
+
+    def _refuse(self, status: int, text: str) -> None:
+        super()._set_completion_headers(status)
+        self.end_headers()
+        self.wfile.write(json.dumps({"error": text}).encode())
+
+    def validate_model_parameters(self) -> None:
+        """Upstream's checks, and those whose lack ends its generation thread or the process.
+
+        Raises:
+            ValueError: a parameter is out of range; the client gets its text.
+        """
+        super().validate_model_parameters()
+        self._validate("requested_draft_model", str, optional=True)
+        self._validate("num_draft_tokens", int, max_val=_DRAFT_TOKENS)
+        self._validate("seed", int, min_val=0, max_val=(1 << 64) - 1, optional=True)
+        for name in (*_INTEGERS, *_FLOATS):
+            # mlx takes them for indices of another kind.
+            if isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a number")
+        for name in _FLOATS:
+            setattr(self, name, _finite(name, getattr(self, name)))
+        for name in _SIZES:
+            setattr(self, name, min(getattr(self, name), _MOST_TOKENS))
+        for token, bias in (self.logit_bias or {}).items():
+            _finite(f"logit_bias of {token}", bias)
+        self._validate("xtc_threshold", float, max_val=0.5)
+        _check_body(self.body)
+        self.response_generator.cache_salt = self._cache_salt()
+        if self.stream_options is not None:
+            self.stream_options = {"include_usage": False, **self.stream_options}
+
+    def _cache_salt(self) -> bytes:
+        """What keeps this request's prompts apart from others': its API key, if the server is
+        told to look at it, and its own salt.
+        """
+        looks = self.response_generator.cli_args.cache_salt_from_api_key
+        given = self.headers.get("Authorization", "") if looks else ""
+        return tenant(given.removeprefix("Bearer ").strip(), self.body.get("cache_salt") or "")
+
+    def handle_text_completions(self) -> Any:
+        """Upstream's, for one prompt that isn't empty."""
+        prompt = self.body.get("prompt")
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError("prompt must be text, and not empty")
+        return super().handle_text_completions()
+
+    def handle_chat_completions(self) -> Any:
+        """Upstream's, for messages that aren't empty."""
+        messages = self.body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError("messages must be a list, and not empty")
+        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+            raise ValueError("each of messages must be an object with a role")
+        return super().handle_chat_completions()
+
+
+def _finite(name: str, value: float) -> float:
+    """A number as a float.
+
+    Raises:
+        ValueError: it is infinite, not a number, or too large.
+    """
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite")
+    return number
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8, as lone surrogates can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _check_body(body: dict[str, Any]) -> None:
+    """Check the shape of what upstream takes from a request's body as it is.
+
+    Raises:
+        ValueError: the client gets its text.
+    """
+    stop = body.get("stop") or []
+    words = stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(word, str) for word in words):
+        raise ValueError("stop must be a string or a list of strings")
+    if len(words) > _STOP_WORDS or sum(map(len, words)) > _STOP_CHARACTERS:
+        raise ValueError(
+            f"stop must be at most {_STOP_WORDS} strings of {_STOP_CHARACTERS} characters in all"
+        )
+    options = body.get("stream_options")
+    if options is not None and not (
+        isinstance(options, dict) and isinstance(options.get("include_usage", False), bool)
+    ):
+        raise ValueError("stream_options must be an object with a boolean include_usage")
+    tools = body.get("tools")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    ):
+        raise ValueError("tools must be a list of objects")
+    salt = body.get("cache_salt")
+    if salt is not None and not (
+        isinstance(salt, str) and 0 < len(salt) <= _SALT_CHARACTERS and _is_text(salt)
+    ):
+        raise ValueError(f"cache_salt must be a string of 1 to {_SALT_CHARACTERS} characters")
+    variables = body.get("chat_template_kwargs")
+    if variables is not None and not isinstance(variables, dict):
+        raise ValueError("chat_template_kwargs must be an object")
+    if taken := sorted(_NOT_FOR_CLIENTS & set(variables or ())):
+        raise ValueError(f"chat_template_kwargs must not have {', '.join(taken)}")
