@@ -739,3 +739,55 @@ def test_a_model_that_can_not_be_loaded_is_a_404_and_the_next_request_is_served(
     assert under_attack.post({"messages": USER, **named}).status == 404
     after = under_attack.chat(USER)
     assert (after.text, after.n_cached) == (before.text, before.n_prompt - 1)
+
+
+# ---- tenants
+
+
+def test_requests_with_other_salts_share_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A hit's speed would tell a tenant what others have asked."""
+    with Local(folders["target"], tmp_path / "cache") as server:
+        first = server.chat(LOG, cache_salt="a")
+        n = first.n_prompt - 1
+        hits = [server.chat(LOG, **more).n_cached for more in SALTS]
+        assert hits == [n, 0, 0, n, n]
+        assert server.chat(LOG, cache_salt="a").text == first.text
+        wait_until_written(tmp_path / "cache")
+    with Local(folders["target"], tmp_path / "cache") as server:
+        assert [server.chat(LOG, **more).n_cached for more in SALTS] == [n] * len(SALTS)
+        assert server.chat(LOG, cache_salt="c").n_cached == 0
+
+
+SALTS: tuple[dict[str, Any], ...] = (
+    {"cache_salt": "a"},
+    {"cache_salt": "b"},
+    {},
+    {"cache_salt": "b", "seed": 1},
+    {"seed": 1},
+)
+
+
+def test_api_keys_are_kept_apart_if_so_told(folders: dict[str, Path]) -> None:
+    """Without the flag a key is what upstream takes it for: nothing."""
+    for flags, shared in (([], True), (["--cache-salt-from-api-key"], False)):
+        with Local(folders["target"], "none", *flags) as server:
+            hits = []
+            for key in ("one", "two", "one"):
+                client = server.client.with_options(api_key=key)
+                reply = client.chat.completions.create(
+                    model="default_model",
+                    messages=[{"role": "user", "content": LOG}],
+                    max_tokens=4,
+                )
+                hits.append(reply.usage.prompt_tokens_details.cached_tokens > 0)
+            assert hits == [False, shared, True]
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["a"], "a" * 1025, "\ud800"])
+def test_a_salt_that_is_none_is_refused(folders: dict[str, Path], salt: object) -> None:
+    """A tenant that believed itself apart would not be."""
+    with Local(folders["target"], "none") as server:
+        body = {"messages": [{"role": "user", "content": LOG}], "cache_salt": salt}
+        reply = server.post(body)
+        assert reply.status == 400
+        assert "cache_salt" in reply.body["error"]
