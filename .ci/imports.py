@@ -24,7 +24,7 @@ LAYERS = (
     ("identity", "codec", "policy", "layout"),
     ("tiers.gate", "tiers.health", "tiers.records"),
     ("tiers.ledger", "tiers.swap"),
-    ("tiers.audit", "tiers.environment", "tiers.pruning", "tiers.usage"),
+    ("tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
     ("store",),
     ("prompt_cache",),

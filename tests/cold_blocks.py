@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,14 @@ NAMESPACE = Namespace(model="test-model", block_tokens=4, layout='{"layers":1}')
 BLOCK_TOKENS = 4
 
 
+@dataclass(frozen=True)
+class Plain:
+    """A blob and what it holds."""
+
+    blob: bytes | memoryview
+    specs: tuple[TensorSpec, ...]
+
+
 class PlainCodec:
     """Codec of blocks with one uint8 tensor: the blob is the tensor."""
 
@@ -25,10 +34,21 @@ class PlainCodec:
     def decode(
         self, blob: bytes | memoryview, n_bytes: int
     ) -> tuple[tuple[TensorSpec, ...], tuple[NDArray[Any], ...]]:
+        parsed = self.parse(blob, n_bytes)
+        return parsed.specs, self.decode_parsed(parsed)
+
+    def parse(self, blob: bytes | memoryview, n_bytes: int) -> Plain:
         if len(blob) != n_bytes:
             raise CorruptBlob("another size")
-        spec = TensorSpec("uint8", (1, 1, n_bytes, 1))
-        return (spec,), (np.frombuffer(blob, np.uint8).reshape(spec.shape),)
+        return Plain(blob, (TensorSpec("uint8", (1, 1, n_bytes, 1)),))
+
+    def decode_parsed(
+        self, parsed: Plain, into: Sequence[Any] | None = None
+    ) -> tuple[NDArray[Any], ...]:
+        data = np.frombuffer(parsed.blob, np.uint8).reshape(parsed.specs[0].shape)
+        if into is not None:
+            np.frombuffer(memoryview(into[0]), np.uint8)[...] = data.ravel()
+        return (data.copy(),)
 
 
 def content(key: bytes, n_bytes: int) -> bytes:

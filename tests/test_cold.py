@@ -593,9 +593,9 @@ class FailingCodec(PlainCodec):
         self._count("encode")
         return super().encode(block)
 
-    def decode(self, blob, n_bytes):
+    def decode_parsed(self, parsed, into=None):
         self._count("decode")
-        return super().decode(blob, n_bytes)
+        return super().decode_parsed(parsed, into)
 
 
 @pytest.mark.parametrize("n", range(5))
@@ -612,7 +612,7 @@ def test_a_block_that_cannot_be_encoded_ends_the_put_before_it(folder, n):
 @pytest.mark.parametrize("error", [RuntimeError("no"), CorruptBlob("no")])
 def test_a_block_that_cannot_be_decoded_ends_the_hit_before_it(folder, monkeypatch, error):
     """If this failed, a failed read would be counted as loaded, and the answer be wrong."""
-    monkeypatch.setattr("tieredkv.tiers.cold._MAX_DECODERS", 1)
+    monkeypatch.setattr("tieredkv.tiers.loader._MAX_THREADS", 1)
     tier = ColdTier(folder, CAP, FailingCodec(decode=2, error=error))
     tier.put(blocks(range(20)))
     assert [block.key for block in tier.load(chain(range(20)).keys)] == list(chain(range(8)).keys)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NewType, Protocol, runtime_checkable
@@ -357,6 +357,14 @@ class Tier(Protocol):
         """Release resources. Idempotent; afterwards every call finds nothing."""
 
 
+# Called, on the thread that loads and maybe several times, with keys and specs of blocks to come.
+# Gives for each either one writable, C-contiguous piece of memory for each tensor, which then is
+# the block's tensor, or None: the block gets its own.
+Allocate = Callable[
+    [Sequence[BlockKey], Sequence[tuple[TensorSpec, ...]]], Sequence[Sequence[Any] | None]
+]
+
+
 @dataclass(frozen=True, slots=True)
 class ColdCounters:
     """What a cold tier did since it was opened by this process, as far as the store reports it."""
@@ -374,6 +382,11 @@ class LowerTier(Tier, Protocol):
     @property
     def cap_bytes(self) -> int:
         """The byte cap; 0 for a tier that takes nothing."""
+
+    def load(self, keys: Sequence[BlockKey], allocate: Allocate = ...) -> list[Block]:
+        """As ``Tier.load``. ``allocate`` may give memory for the tensors of blocks that are about
+        to be decoded: see `Allocate`.
+        """
 
     def missing(self, chain: Chain) -> int:
         """Index of the first block of ``chain`` that should be put here; ``len(keys)`` if none."""
@@ -402,6 +415,22 @@ class Codec(Protocol):
         Raises:
             CorruptBlob: the blob is anything but one that ``encode`` can make of ``n_bytes``
                 raw bytes. Nothing larger than ``n_bytes`` is allocated to find out.
+        """
+
+    def parse(self, blob: bytes | memoryview, n_bytes: int) -> Any:
+        """What a blob says that it holds: ``specs``, and what `decode_parsed` needs.
+
+        Raises:
+            CorruptBlob: as `decode`, as far as the header shows it.
+        """
+
+    def decode_parsed(
+        self, parsed: Any, into: Sequence[Any] | None = None
+    ) -> tuple[NDArray[Any], ...]:
+        """Tensors of a parsed blob, written into the memory given for each if there is some.
+
+        Raises:
+            CorruptBlob: as `decode`.
         """
 
 

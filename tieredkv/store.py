@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import (
@@ -137,7 +138,9 @@ class TieredStore:
         every block are compared with the prompt's: nothing else can be returned.
         """
         warm = self.hot.load(match.keys[: match.n_hot])
-        cool = self._promote(match.keys[match.n_hot :]) if len(warm) == match.n_hot else []
+        cool = (
+            self._promote(match.keys, match.keys[match.n_hot :]) if len(warm) == match.n_hot else []
+        )
         hit = _verified(chain, [*warm, *cool], len(warm))
         if hit is None:
             return None
@@ -156,7 +159,8 @@ class TieredStore:
         """The windows of the last of ``blocks``, promoted where need be; none unless all."""
         warm = {key: b for key in wanted for b in self.hot.load([key])}
         cool = [key for key in wanted if key not in warm]
-        found = warm | {b.key: b for b in self._promote(cool)} if cool else warm
+        path = (*wanted, *(b.key for b in blocks))
+        found = warm | {b.key: b for b in self._promote(path, cool)} if cool else warm
         windows = [found[key] for key in wanted if key in found]
         sound = len(windows) == len(wanted) and all(
             w.parent == b.key and w.tokens == WINDOW_TOKENS
@@ -164,11 +168,17 @@ class TieredStore:
         )
         return tuple(windows) if sound else ()
 
-    def _promote(self, wanted: Sequence[BlockKey]) -> list[Block]:
+    def _promote(self, path: Sequence[BlockKey], wanted: Sequence[BlockKey]) -> list[Block]:
+        """Blocks from the cold tier, decoded straight into the hot tier's memory as far as there
+        is room. None of ``path`` makes way for them.
+        """
         start = time.monotonic()
-        blocks = self.cold.load(wanted)
+        try:
+            blocks = self.cold.load(wanted, partial(self.hot.reserve, path))
+            n = self.hot.put(blocks)
+        finally:
+            self.hot.unreserve(wanted)
         self.pace.promoted(sum(b.n_bytes for b in blocks), time.monotonic() - start)
-        n = self.hot.put(blocks)
         resident = self.hot.load([b.key for b in blocks[:n]])
         self.hot.mark_stored(b.key for b in resident)
         self.counters.add("promotes", len(blocks))

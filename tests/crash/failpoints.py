@@ -26,6 +26,7 @@ _GATE = "tieredkv.tiers.gate"
 _HEALTH = "tieredkv.tiers.health"
 _HOT = "tieredkv.tiers.hot"
 _LAYOUT = "tieredkv.layout"
+_LOADER = "tieredkv.tiers.loader"
 _LEDGER = "tieredkv.tiers.ledger"
 _STORE = "tieredkv.store"
 _WRITER = "tieredkv.tiers.writer"
@@ -82,8 +83,8 @@ POINTS = {
     "evict.hot": Point(_HOT, "HotTier._evict_one", AFTER),
     "promote.match": Point(_COLD, "ColdTier.lookup", AFTER),
     "promote.load": Point(_COLD, "ColdTier.load", BEFORE),
-    "promote.copied": Point(_LEDGER, "Rows.blob", AFTER),
-    "promote.decode": Point(_CODEC, "PlaneCodec.decode", BEFORE),
+    "promote.copied": Point(_LOADER, "Loader._fetch", AFTER),
+    "promote.decode": Point(_CODEC, "PlaneCodec.decode_parsed", BEFORE),
     "promote.hot": Point(_HOT, "HotTier.mark_stored", BEFORE),
     "promote.restore": Point(_LAYOUT, "restore", BEFORE),
     "promote.touch": Point(_LEDGER, "Ledger.touch", AFTER),

@@ -12,15 +12,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tieredkv.codec import checksum
 from tieredkv.core import (
+    Allocate,
     Block,
     BlockKey,
     Chain,
@@ -46,6 +49,7 @@ from tieredkv.tiers.environment import (
 )
 from tieredkv.tiers.health import finding
 from tieredkv.tiers.ledger import CAP, Ledger, Node, Origin, Rows
+from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.records import (
     MAX_PIECES,
@@ -71,22 +75,12 @@ _MAX_PRUNED_BLOCKS = 1024
 _MAX_PRUNE_PASSES = 3
 # Pages that an empty store needs.
 _EMPTY_PAGES = 16
-_MAX_DECODERS = 4
+_INCONSISTENT = "its pieces or its key are not those of its record"
 # Why a block waits: there is room for it, but in pages that only a later transaction can use.
 _SETTLING = "settling"
 _MAX_SETTLING = 3
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A block as it was read, not yet decoded."""
-
-    key: BlockKey
-    record: Record
-    blob: bytes
-    grade: int
 
 
 def batch_bytes(cap_bytes: int) -> int:
@@ -138,8 +132,8 @@ class _Reading:
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            min(_MAX_DECODERS, os.cpu_count() or 1), thread_name_prefix="tieredkv-decode"
+        self._loader: Loader | None = Loader(
+            codec, self._copy_blob, self._condemn, self._count_fault
         )
         self._closed = False
 
@@ -202,20 +196,12 @@ class _Reading:
         found = self._read(lambda rows: frozenset(filter(rows.has, keys)), nothing)
         return found - self._condemned
 
-    def load(self, keys: Sequence[BlockKey]) -> list[Block]:
-        """See ``Tier.load``. Blobs are copied in one read transaction, decoded after it."""
-        pool = self._pool
-        nothing: list[_Found] = []
-        found = self._read(lambda rows: self._collect(rows, keys), nothing)
-        if pool is None or not found:
-            return []
-        blocks = pool.map(self._decode, found) if len(found) > 1 else map(self._decode, found)
-        leading: list[Block] = []
-        for block in blocks:
-            if block is None:
-                break
-            leading.append(block)
-        return leading
+    def load(self, keys: Sequence[BlockKey], allocate: Allocate = own_memory) -> list[Block]:
+        """See ``LowerTier.load``. Each blob is copied in a read transaction of its own."""
+        loader = self._loader
+        nothing: list[Stored] = []
+        stored = self._read(lambda rows: self._stored(rows, keys), nothing)
+        return loader.load(stored, allocate) if loader and stored else []
 
     def missing(self, chain: Chain) -> int:
         """Index of the first block of ``chain``, tail included, that isn't here.
@@ -293,7 +279,7 @@ class _Reading:
             environment, self._environment = self._environment, None
             self._closed = True
             # Its threads end once nobody uses it: a shutdown would fail a load under way.
-            self._pool = None
+            self._loader = None
         if environment and environment.pid == os.getpid():
             environment.release()
 
@@ -327,34 +313,28 @@ class _Reading:
             and record.tokens == chain.tokens_of(i)
         )
 
-    def _collect(self, rows: Rows, keys: Sequence[BlockKey]) -> list[_Found]:
-        """Leading blocks whose records are consistent and whose pieces are all there."""
-        found: list[_Found] = []
+    def _stored(self, rows: Rows, keys: Sequence[BlockKey]) -> list[Stored]:
+        """Leading blocks of ``keys`` whose records are consistent."""
+        found: list[Stored] = []
         for key in keys:
             record = None if key in self._condemned else rows.record(key)
             if record is None:
                 break
-            blob = rows.blob(key, record)
-            if blob is None or not record.names(key):
-                self._condemn(key, "its pieces or its key are not those of its record")
+            if not rows.has_pieces(key, record) or not record.names(key):
+                self._condemn(key, _INCONSISTENT)
                 break
-            found.append(_Found(key, record, blob, rows.use(key).grade))
+            found.append(Stored(key, record, rows.use(key).grade))
         return found
 
-    def _decode(self, item: _Found) -> Block | None:
-        key, record, blob = item.key, item.record, item.blob
-        if checksum(blob) != record.checksum:
-            self._condemn(key, "its checksum is wrong")
-            return None
-        try:
-            specs, tensors = self._codec.decode(blob, record.raw_bytes)
-        except CorruptBlob as error:
-            self._condemn(key, str(error))
-            return None
-        except Exception as error:  # noqa: BLE001 - counted, logged; the caller serves requests
-            self._count_fault("decode", error)
-            return None
-        return Block(record.root, record.parent, key, record.tokens, specs, tensors, item.grade)
+    def _copy_blob(self, key: BlockKey, record: Record, out: NDArray[np.uint8]) -> bool:
+        def copy(rows: Rows) -> bool:
+            if copy_blob(rows, key, record, out):
+                return True
+            if rows.has(key):
+                self._condemn(key, _INCONSISTENT)
+            return False
+
+        return self._read(copy, False)
 
     def _condemn(self, key: BlockKey, why: str) -> None:
         """Treat a damaged block as absent from now on; a writer deletes it, to be stored anew."""

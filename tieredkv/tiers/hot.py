@@ -88,6 +88,8 @@ class HotTier:
         # Ends of forgotten entries that were held then: their branches leave once released.
         self._leaving: set[BlockKey] = set()
         self._entries: dict[BlockKey, tuple[BlockKey, str]] = {}
+        # Bytes of blocks that memory was given for and that have yet to be put.
+        self._reserved: dict[BlockKey, int] = {}
         self._clock = 0
         self._n_bytes = 0
         self._evictions = 0
@@ -97,8 +99,8 @@ class HotTier:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that MLX holds for the blocks here, held ones included."""
-        return self._n_bytes
+        """Bytes that MLX holds for the blocks here, held and reserved ones included."""
+        return self._n_bytes + sum(list(self._reserved.values()))
 
     @property
     def cap_bytes(self) -> int:
@@ -208,14 +210,37 @@ class HotTier:
         with self._lock:
             return self._make_room(set(own), sizes)
 
+    def reserve(
+        self,
+        own: Sequence[BlockKey],
+        keys: Sequence[BlockKey],
+        specs: Sequence[tuple[TensorSpec, ...]],
+    ) -> list[tuple[mx.array, ...] | None]:
+        """Make room for blocks with these keys and specs, without evicting any of ``own``, and
+        give the tensors that they will have once they have been written to. None for those that
+        there is no room for. They count until they are put or `unreserve` is called.
+        """
+        with self._lock:
+            sizes = [held_bytes(s) for s in specs]
+            n = self._make_room({*own, *keys}, sizes)
+            self._reserved.update(zip(keys[:n], sizes, strict=False))
+        return [*map(layout.blank, specs[:n]), *([None] * (len(keys) - n))]
+
+    def unreserve(self, keys: Iterable[BlockKey]) -> None:
+        """Give up what was reserved and not put."""
+        with self._lock:
+            for key in keys:
+                self._reserved.pop(key, None)
+
     def _make_room(self, own: set[BlockKey], sizes: Sequence[int]) -> int:
         self._reap()
-        free = self._cap - self._n_bytes
+        cap = self._cap - sum(self._reserved.values())
+        free = cap - self._n_bytes
         reclaimable = self._reclaimable(own) if sum(sizes) > free else 0
         n = policy.admit(sizes, free=free, reclaimable=reclaimable)
-        while self._n_bytes + sum(sizes[:n]) > self._cap:
+        while self._n_bytes + sum(sizes[:n]) > cap:
             if not self._evict_one(own):
-                return policy.admit(sizes, free=self._cap - self._n_bytes, reclaimable=0)
+                return policy.admit(sizes, free=cap - self._n_bytes, reclaimable=0)
         return n
 
     def _reclaimable(self, own: set[BlockKey]) -> int:
@@ -232,12 +257,16 @@ class HotTier:
     def put(self, blocks: Sequence[Block], kind: str = "assistant") -> int:
         """See `core.Tier.put`. Decoded tensors are turned into mlx arrays once room is made."""
         with self._lock:
-            new = [b for b in blocks if b.key not in self._nodes]
+            unknown = [b for b in blocks if b.key not in self._nodes]
+            new = [b for b in unknown if b.key not in self._reserved]
             own = {key for b in blocks for key in (b.key, b.parent)}
             n = self._make_room(own, [held_bytes(b.specs) for b in new])
-            admitted = {b.key for b in new[:n]}
+            admitted = {b.key for b in new[:n]} | {b.key for b in unknown} & self._reserved.keys()
         arrays = {b.key: b for b in layout.adopt(new[:n])}
         with self._lock:
+            for block in unknown:
+                # From here on it counts as what it is, or not at all.
+                self._reserved.pop(block.key, None)
             for i, block in enumerate(blocks):
                 if block.key not in self._nodes and block.key not in admitted:
                     return i
@@ -571,6 +600,7 @@ class HotTier:
             self._replaced.clear()
             self._held.clear()
             self._leaving.clear()
+            self._reserved.clear()
             self._entries.clear()
             self._leaves = _no_leaves()
             self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)

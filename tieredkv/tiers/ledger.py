@@ -173,17 +173,26 @@ class Rows:
 
         Allocates what is stored, never what a record claims.
         """
+        pieces = list(self.pieces(key, record))
+        return b"".join(pieces) if sum(map(len, pieces)) == record.blob_bytes else None
+
+    def pieces(self, key: bytes, record: Record) -> Iterator[Any]:
+        """The pieces of a block that are there, from the first without a gap, as buffers of this
+        transaction.
+        """
         cursor = self._txn.cursor(self._dbs.blob)
-        pieces: list[Any] = []
         found = cursor.set_key(piece_key(key, 0))
-        while found and len(pieces) < record.n_pieces:
-            if bytes(cursor.key()) != piece_key(key, len(pieces)):
-                return None
-            pieces.append(cursor.value())
+        for number in range(record.n_pieces):
+            if not found or bytes(cursor.key()) != piece_key(key, number):
+                return
+            yield cursor.value()
             found = cursor.next()
-        if sum(map(len, pieces)) != record.blob_bytes:
-            return None
-        return b"".join(pieces)
+
+    def has_pieces(self, key: bytes, record: Record) -> bool:
+        """Whether the first and the last piece are there; reads neither."""
+        ends = (0, record.n_pieces - 1)
+        cursor = self._txn.cursor(self._dbs.blob)
+        return all(cursor.set_key(piece_key(key, number)) for number in ends)
 
     def neighbours(self, parent: bytes, tokens: bytes) -> list[Node]:
         """Children of ``parent`` beside the place of ``tokens`` among them, at most two.

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tieredkv.core import Block, BlockKey, Chain, ColdCounters, Namespace, Partial, Problem
+from tieredkv.core import (
+    Allocate,
+    Block,
+    BlockKey,
+    Chain,
+    ColdCounters,
+    Namespace,
+    Partial,
+    Problem,
+)
 
 
 class NullTier:
@@ -30,7 +39,11 @@ class NullTier:
         """None."""
         return frozenset()
 
-    def load(self, keys: Sequence[BlockKey]) -> list[Block]:  # noqa: ARG002
+    def load(
+        self,
+        keys: Sequence[BlockKey],  # noqa: ARG002
+        allocate: Allocate | None = None,  # noqa: ARG002
+    ) -> list[Block]:
         """No blocks."""
         return []
 
