@@ -1193,3 +1193,35 @@ def test_the_description_of_a_namespace_is_this_json(folder):
         "salted": True,
         "shard": "0/1",
     }
+
+
+def test_the_file_stops_growing_where_the_disk_is_to_be_left_free(folder):
+    """If this failed, a cap set on an empty disk would fill it for everybody else."""
+    tier = ColdTier(folder, CAP, PlainCodec())
+    tier.put(blocks(range(80), n_bytes=100_000))
+    tier.close()
+    size = (folder / "data.mdb").stat().st_size
+    disk = os.statvfs(folder)
+    tier = ColdTier(folder, CAP, PlainCodec(), disk.f_blocks * disk.f_frsize)
+    for i in range(1, 40):
+        tier.put(blocks(range(1000 * i, 1000 * i + 8), n_bytes=100_000))
+        # Rows of the index may take a page or two more.
+        assert (folder / "data.mdb").stat().st_size <= size + (1 << 18)
+    counters = tier.counters()
+    assert counters.faults == {}
+    assert set(counters.dropped) <= {"disk_reserve", "no_room", "settling"}
+    assert tier.check() == []
+    tier.close()
+
+
+def test_pages_too_scattered_for_a_block_are_gathered(folder):
+    """If this failed, large blocks would be dropped once a full store has small ones in it."""
+    tier = ColdTier(folder, 4 << 20, PlainCodec())
+    dice = random.Random(3)
+    kept = 0
+    for i in range(300):
+        n_bytes = dice.choice([2_000, 2_000, 30_000, 200_000])
+        kept += tier.put(blocks(range(1000 * i, 1000 * i + 4), n_bytes=n_bytes))
+    assert kept >= 299
+    assert tier.check() == []
+    tier.close()

@@ -220,7 +220,8 @@ class Config:
     """Settings of a store. Sizes are bytes; ``cold_dir`` None means memory only.
 
     ``queue_bytes`` bounds the blocks that wait for their commit; they are held in the hot tier
-    and counted there. None means three quarters of ``hot_bytes``.
+    and counted there. None means three quarters of ``hot_bytes``. ``reserve_bytes`` of the disk
+    stay free.
     """
 
     cold_dir: Path | None = None
@@ -230,16 +231,17 @@ class Config:
     salt: bytes = b""
     max_entries: int | None = None
     queue_bytes: int | None = None
+    reserve_bytes: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (self.hot_bytes, self.cold_bytes, self.block_tokens)
+        numbers = (self.hot_bytes, self.cold_bytes, self.block_tokens, self.reserve_bytes)
         optional = (self.max_entries, self.queue_bytes)
         if any(type(n) is not int for n in (*numbers, *(n for n in optional if n is not None))):
             raise TypeError("sizes and numbers must be ints")
         if not isinstance(self.salt, bytes):
             raise TypeError("salt must be bytes")
-        if self.hot_bytes < 0 or self.cold_bytes <= 0:
-            raise ValueError("hot_bytes must be 0 or more and cold_bytes positive")
+        if min(self.hot_bytes, self.reserve_bytes) < 0 or self.cold_bytes <= 0:
+            raise ValueError("sizes must be 0 or more, and cold_bytes positive")
         if not 1 <= self.block_tokens <= 4096:
             raise ValueError("block_tokens must be between 1 and 4096")
         if any(n is not None and n < 0 for n in optional):

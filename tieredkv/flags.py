@@ -15,6 +15,7 @@ from tieredkv.units import size
 # Share of the machine's memory that the hot tier may take if no cap is given.
 HOT_SHARE = 8
 _COLD_BYTES = 16 << 30
+_RESERVE_BYTES = 2 << 30
 _CHECKPOINT_TOKENS = 2048
 
 
@@ -84,6 +85,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="Keep the prompts of different API keys apart, so that none can tell from the time "
         "of an answer what others have asked; requests may do the same with a field cache_salt",
+    )
+    group.add_argument(
+        "--prompt-cache-reserve",
+        type=size,
+        default=_RESERVE_BYTES,
+        metavar="SIZE",
+        help="Disk to leave free: the file stops growing there, whatever its cap (default: 2GiB)",
     )
     group.add_argument(
         "--prompt-cache-disk-bytes",

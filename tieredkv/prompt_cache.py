@@ -130,6 +130,7 @@ class TieredPromptCache:
         queue_bytes: int | None = None,
         quantization: Quantization | None = None,
         memory_bytes: int | None = None,
+        reserve_bytes: int = 0,
     ) -> None:
         """Open the tiers.
 
@@ -152,6 +153,7 @@ class TieredPromptCache:
             memory_bytes: what MLX may hold in all, weights and live prompts included, before this
                 cache gives memory back, below hot_bytes if need be. None for what Metal
                 recommends as the most, and no limit elsewhere.
+            reserve_bytes: the cold tier's file doesn't grow while less of its disk is free.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense.
@@ -165,6 +167,7 @@ class TieredPromptCache:
                 salt,
                 max_entries,
                 queue_bytes,
+                reserve_bytes,
             )
         )
         self._host = f"{_host()}, {quantization}" if quantization else _host()

@@ -47,6 +47,7 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         max_entries=args.prompt_cache_size,
         quantization=_quantization(args),
         memory_bytes=args.memory_limit,
+        reserve_bytes=args.prompt_cache_reserve,
     )
     stats = cache.stats()
     _LOG.info(

@@ -47,7 +47,7 @@ def _open_cold(config: Config, counters: Counters) -> LowerTier:
     if config.cold_dir is None:
         return NullTier()
     try:
-        return ColdTier(config.cold_dir, config.cold_bytes, PlaneCodec())
+        return ColdTier(config.cold_dir, config.cold_bytes, PlaneCodec(), config.reserve_bytes)
     except ColdTierUnavailable as e:
         counters.add("faults", label="cold_dir")
         _LOG.warning("tieredkv: %s; serving from memory only", e)

@@ -79,6 +79,10 @@ _INCONSISTENT = "its pieces or its key are not those of its record"
 # Why a block waits: there is room for it, but in pages that only a later transaction can use.
 _SETTLING = "settling"
 _MAX_SETTLING = 3
+# How often, and for how many times the room that was lacking, blocks are evicted when the pages
+# that are free are too scattered.
+_MAX_FULLS = 3
+_FULL_FACTOR = 4
 
 _T = TypeVar("_T")
 
@@ -478,13 +482,17 @@ class ColdTier(_Reading):
     there. In a child process after a fork the tier finds nothing.
     """
 
-    def __init__(self, path: Path, cap_bytes: int | None, codec: Codec) -> None:
+    def __init__(
+        self, path: Path, cap_bytes: int | None, codec: Codec, reserve_bytes: int = 0
+    ) -> None:
         """Open or create the store in directory ``path``.
 
         ``cap_bytes`` bounds the size of its data file. It replaces the cap that the store has,
         for all processes; if it is lower, the next writes evict, a bounded amount each. A store
         that is damaged is moved into ``quarantine-…`` in its directory and a new one started.
         With None the store must exist: it keeps its cap, and stays where it is at the opening.
+        However high the cap, the file doesn't grow while it would leave less than
+        ``reserve_bytes`` of its disk free.
 
         Raises:
             ColdTierUnavailable: the directory can't be used; the message says what to do.
@@ -495,6 +503,8 @@ class ColdTier(_Reading):
             codec,
         )
         self._wanted_cap = self.cap_bytes if cap_bytes is None else cap_bytes
+        self._reserve = reserve_bytes
+        self._is_full = False
         self._origins: dict[BlockKey, Origin] = {}
         if self.cap_bytes != self._wanted_cap:
             self._change_cap()
@@ -576,10 +586,14 @@ class ColdTier(_Reading):
         terms = _terms(blocks, known, cap)
         held = 0
         settling = 0
+        fulls = 0
         while held < len(blocks):
             batch, reason = self._encode(blocks, known, held, batch_bytes(cap))
             done = self._write(partial(self._store, batch, terms))
             if done is None:
+                fulls += 1
+                if fulls <= _MAX_FULLS and self._make_room(batch, terms):
+                    continue
                 return held, "fault"
             held += done.held
             settling = 0 if done.held else settling + 1
@@ -656,9 +670,12 @@ class ColdTier(_Reading):
         block = item.block
         cost = ledger.cost_bytes(len(blob))
         cap = ledger.number(CAP) or 0
+        if budget_bytes(cap, cost) - cost < _EMPTY_PAGES * ledger.page_bytes:
+            return "too_large"
+        cap = min(cap, ledger.file_bytes + self._room_on_disk())
         limit = budget_bytes(cap, cost) - cost
         if limit < _EMPTY_PAGES * ledger.page_bytes:
-            return "too_large"
+            return "disk_reserve"
         if not _evict(ledger, limit, terms, done):
             return "no_room"
         if not ledger.fits_file(cost, cap - cap // 128, scattered_bytes(cap)):
@@ -669,6 +686,29 @@ class ColdTier(_Reading):
         done.counts["bytes_written"] += len(blob)
         done.counts["page_bytes_written"] += cost
         return ""
+
+    def _room_on_disk(self) -> int:
+        """Bytes that the file may grow by, as far as the disk is concerned."""
+        if not self._reserve:
+            return 1 << 62
+        disk = os.statvfs(self._directory)
+        return max(0, disk.f_bavail * disk.f_frsize - self._reserve)
+
+    def _make_room(self, batch: Sequence[_Item], terms: _Terms) -> bool:
+        """After a write that failed: if pages ran out, evict some times what it needs, whose pages
+        are together more often than not. Whether that makes another attempt worth it.
+        """
+        with self._lock:
+            is_full, self._is_full = self._is_full, False
+        n_bytes = _FULL_FACTOR * sum(len(item.blob or b"") for item in batch)
+        if not is_full or n_bytes > self.n_bytes // 2:
+            return False
+
+        def evict(ledger: Ledger, done: _Done) -> None:
+            _evict(ledger, max(0, ledger.live_bytes() - n_bytes), terms, done)
+
+        done = self._write(evict)
+        return done is not None and done.evicted_bytes > 0
 
     def _change_cap(self) -> None:
         def change(ledger: Ledger, done: _Done) -> None:
@@ -715,6 +755,7 @@ class ColdTier(_Reading):
             return environment.write(run)
         except Fault as fault:
             self._count_fault(fault.kind, fault)
+            self._is_full = fault.kind == "map_full"
             if isinstance(fault, Damaged):
                 self._start_over(environment, fault)
             if isinstance(fault, Lost):

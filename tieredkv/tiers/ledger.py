@@ -299,6 +299,11 @@ class Ledger(Rows):
         self.set_number(CLOCK, self._clock)
         self.set_number(FREED, self._freed)
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the data file as of the last commit."""
+        return self._file_bytes
+
     def fits_file(self, cost: int, cap_bytes: int, lost: int) -> bool:
         """Whether ``cost`` bytes more can be added without the file growing beyond the cap.
 
