@@ -22,7 +22,7 @@ LAYERS = (
     ("keys", "metrics", "pace", "units"),
     ("restored",),
     ("identity", "codec", "policy", "layout"),
-    ("tiers.gate", "tiers.health", "tiers.records"),
+    ("tiers.gate", "tiers.health", "tiers.records", "tiers.stamp"),
     ("tiers.ledger", "tiers.swap"),
     ("tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),

@@ -55,6 +55,7 @@ from tieredkv.tiers.records import (
     pack_namespace,
     piece_key,
 )
+from tieredkv.tiers.stamp import STAMP_NAME
 
 CAP = 64 << 20
 
@@ -528,7 +529,8 @@ def test_files_are_private(folder):
     tier = ColdTier(folder, CAP, PlainCodec())
     assert folder.stat().st_mode & 0o777 == 0o700
     modes = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
-    assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600, GATE_NAME: 0o600}
+    names = ("data.mdb", "lock.mdb", GATE_NAME, STAMP_NAME)
+    assert modes == dict.fromkeys(names, 0o600)
     tier.close()
 
 

@@ -348,7 +348,7 @@ def test_a_new_store_is_the_old_one_in_less_room(server, folder, capsys):
         assert rows(tier, "meta")[number] == numbers[number]
     assert tier.usage().file_bytes < size / 3
     assert tier.verify() == []
-    assert sorted(os.listdir(folder)) == [health.DATA_NAME, health.LOCK_NAME, "writer.gate"]
+    assert sorted(os.listdir(folder)) == ["data.mdb", "intact", "lock.mdb", "writer.gate"]
     assert (folder / health.DATA_NAME).stat().st_mode & 0o777 == 0o600
     tier.close()
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import lmdb
 
@@ -104,7 +104,11 @@ ERRORS: dict[str, Callable[[], Exception]] = {
     "disk-full": lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     "lmdb": lambda: lmdb.Error("failpoint"),
     "fault": lambda: RuntimeError("failpoint"),
+    "memory": lambda: MemoryError("failpoint"),
 }
+
+# Between two steps in memory there is nothing that fails.
+IN_MEMORY = ("capture.held", "capture.queue", "encode.batch", "promote.hot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +166,13 @@ def wrap(point: Point, passed: Callable[[], None]) -> Callable[[], None]:
     return undo
 
 
+def strike(action: str) -> NoReturn:
+    """End this process, or raise the error, that ``action`` names."""
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ERRORS[action]()
+
+
 def arm(failpoint: Failpoint) -> Callable[[], None]:
     """Let this process die, or one call in it fail, as ``failpoint`` says; returns the undoing."""
     lock = threading.Lock()
@@ -172,10 +183,8 @@ def arm(failpoint: Failpoint) -> Callable[[], None]:
         with lock:
             left -= 1
             now = left == 0
-        if now and failpoint.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
         if now:
-            raise ERRORS[failpoint.action]()
+            strike(failpoint.action)
 
     return wrap(POINTS[failpoint.name], passed)
 

@@ -23,6 +23,7 @@ from tieredkv.tiers import health, swap
 from tieredkv.tiers.gate import GATE_NAME, Gate, GateTimeout, is_marked
 from tieredkv.tiers.ledger import CAP, DATABASES, FORMAT, PIECE, Databases, Ledger, Rows
 from tieredkv.tiers.records import PIECE_BYTES
+from tieredkv.tiers.stamp import Stamp, is_intact
 
 logger = logging.getLogger("tieredkv")
 
@@ -120,14 +121,22 @@ class Environment:
     """
 
     def __init__(
-        self, directory: Path, env: lmdb.Environment, dbs: Databases, gate: Gate | None
+        self,
+        directory: Path,
+        env: lmdb.Environment,
+        dbs: Databases,
+        gate: Gate | None = None,
+        stamp: Stamp | None = None,
     ) -> None:
-        """Take over an open environment and its gate, None if it is open for reading only."""
+        """Take over an open environment with its gate and stamp, which it has if it is open for
+        writing.
+        """
         self.directory = directory
         self.pid = os.getpid()
         self._env = env
         self._dbs = dbs
         self._gate = gate
+        self._stamp = stamp
         self._files = _files(directory)
         self._turn = threading.Condition()
         self._users = 1
@@ -176,6 +185,8 @@ class Environment:
         self._env.close()
         if self._gate:
             self._gate.close()
+        if self._stamp:
+            self._stamp.close()
         for key in [key for key, value in _OPEN.items() if value is self]:
             del _OPEN[key]
 
@@ -301,6 +312,8 @@ class Environment:
                     raise _SmallMap(wanted)
                 result = work(ledger)
                 ledger.finish()
+            if self._stamp:
+                self._stamp.write()
             self._commits += 1
             if not self._commits % _COMMITS_PER_READER_CHECK:
                 with self._reading():
@@ -528,7 +541,9 @@ def _open_checked(directory: Path, cap_bytes: int, settle: Callable[[Path], None
                 with gate.reading():
                     env.reader_check()
                 _sync_directory(directory)
-                return Environment(directory, env, dbs, gate)
+                stamp = Stamp(directory, health.DATA_NAME)
+                stamp.write()
+                return Environment(directory, env, dbs, gate, stamp)
             except BaseException:
                 env.close()
                 raise
@@ -538,7 +553,8 @@ def _open_checked(directory: Path, cap_bytes: int, settle: Callable[[Path], None
 
 
 def _move_damaged(directory: Path) -> None:
-    found = health.finding(directory)
+    intact = is_intact(directory, health.DATA_NAME)
+    found = None if intact else health.finding(directory)
     if found is None:
         health.fill_up(directory)
         return
@@ -590,7 +606,7 @@ def _open_as_it_is(directory: Path) -> Environment:
         dbs = Databases(**{name: env.open_db(name.encode(), create=False) for name in DATABASES})
         with env.begin() as txn:
             _require_format(Rows(txn, dbs), directory)
-        return Environment(directory, env, dbs, None)
+        return Environment(directory, env, dbs)
     except BaseException:
         env.close()
         raise
