@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,6 @@ import pytest
 import zstandard
 from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from pytest_benchmark.fixture import BenchmarkFixture
-from safetensors.mlx import load as load_safetensors
 
 from bench.compare import Work, record
 from bench.state import EIGHT_B, SMALL, Shape, caches_of
@@ -59,7 +59,8 @@ class Stored:
         self.written(load_prompt_cache(str(self.plain)))
 
     def from_zstd(self) -> None:
-        arrays = load_safetensors(zstandard.decompress(self.packed.read_bytes()))
+        content = io.BytesIO(zstandard.decompress(self.packed.read_bytes()))
+        arrays = mx.load(content, format="safetensors")
         live = []
         for i in range(self.shape.layers):
             state = (arrays[f"{i}.0"], arrays[f"{i}.1"], N_TOKENS)

@@ -52,13 +52,19 @@ class Prefix:
         self._leaves: list[Sequence[mx.array]] = list(leaves)
         self._n_spare = n_spare
         self._lanes = lanes.streams()
+        # One array of nothing for all arrays of a shape.
+        self._spare: dict[tuple[mx.Dtype, tuple[int, ...]], mx.array] = {}
         self._copied: list[mx.array] | None = None
 
     def parts(self, i: int) -> Sequence[mx.array]:
         """The parts of array ``i``, spare rows last."""
         first = self._leaves[i][0]
         shape = (first.shape[0], first.shape[1], self._n_spare, first.shape[3])
-        return [*self._leaves[i], mx.zeros(shape, first.dtype)]
+        kind = (first.dtype, shape)
+        if kind not in self._spare:
+            self._spare[kind] = mx.zeros(shape, first.dtype)
+            mx.eval(self._spare[kind])
+        return [*self._leaves[i], self._spare[kind]]
 
     def joined(self, i: int) -> mx.array:
         """Array ``i`` in memory of its own; to be evaluated."""
