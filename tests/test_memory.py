@@ -25,7 +25,8 @@ def filled(folder: Path, room: int) -> TieredPromptCache:
         live = caches.make([i, *PROMPT[1:]])
         cache.insert_cache(MODEL, [i, *PROMPT[1:]], live)
         del live
-    assert cache.flush(10)
+        # What is still to be written can't give way.
+        assert cache.flush(10)
     return cache
 
 

@@ -13,6 +13,9 @@ from collections.abc import Hashable
 _LATEST = 0.3
 # A rate that was learned from less than this says little: it is mostly overhead.
 _LEAST_TOKENS = 32
+_LEAST_BYTES = 1 << 20
+# What takes no longer than this is not worth a thought.
+_SHORT_SECONDS = 0.05
 # Every so many times that a promote isn't worth it one is made all the same, to learn anew.
 _PROBE = 16
 # Rates of models that were used last are kept, so many.
@@ -30,7 +33,7 @@ class Pace:
 
     def promoted(self, n_bytes: int, seconds: float) -> None:
         """Note that so many raw bytes came from the cold tier in so much time."""
-        if n_bytes <= 0:
+        if n_bytes < _LEAST_BYTES:
             return
         with self._lock:
             self._per_byte = _mean(self._per_byte, seconds / n_bytes)
@@ -54,7 +57,7 @@ class Pace:
             per_token = self._per_token.get(model)
             if self._per_byte is None or per_token is None:
                 return True
-            if n_bytes * self._per_byte <= n_tokens * per_token:
+            if n_bytes * self._per_byte <= max(n_tokens * per_token, _SHORT_SECONDS):
                 return True
             self._skipped += 1
             return self._skipped % _PROBE == 0
