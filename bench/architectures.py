@@ -480,6 +480,7 @@ def feed(model: Any, caches: list[Any], tokens: Sequence[int]) -> mx.array:
     """Logits of ``tokens``, evaluated, with all state."""
     logits = model(mx.array([list(tokens)]), cache=caches)
     mx.eval(logits, [c.state for c in caches if not c.empty()])
+    layout.vouch(caches)
     return logits
 
 

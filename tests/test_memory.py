@@ -77,3 +77,20 @@ def test_the_recommended_working_set_is_the_limit_on_metal() -> None:
     """Beyond it Metal aborts the process."""
     with TieredPromptCache() as cache:
         assert cache._memory_bytes == mx.device_info()["max_recommended_working_set_size"]
+
+
+def test_a_prompt_that_grows_keeps_what_it_grows_from(tmp_path: Path) -> None:
+    """Without its parents the new part could not be stored anywhere."""
+    longer = [*PROMPT, *range(1000, 1256)]
+    live = caches.make(PROMPT)
+    mx.eval([c.state for c in live])
+    room = mx.get_active_memory() + 2 * PROMPT_BYTES
+    with TieredPromptCache(tmp_path, memory_bytes=room) as cache:
+        cache.insert_cache(MODEL, PROMPT, live)
+        assert cache.flush(10)
+        grown = caches.make(longer)
+        mx.eval([c.state for c in grown])
+        cache.insert_cache(MODEL, longer, grown)
+        assert cache.stats().refused == {"memory": 1}
+        assert cache.stats().dropped == {}
+        assert cache.nbytes == PROMPT_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,39 @@ def test_the_first_write_copies_nothing_again() -> None:
     found[0].update_and_fetch(one, one)
     mx.eval(found[0].state)
     assert mx.get_peak_memory() - before < n * 64
+
+
+def test_it_can_be_merged_again(store: TieredPromptCache) -> None:
+    """mlx-lm says that the caches given to a batch aren't changed: hosts use them for several."""
+    found = restored(store)
+    batches = [[type(c).merge([c]) for c in found] for _ in range(2)]
+    batches.append([type(c).merge([c, KVCache()]) for c in found])
+    batches.append([type(c).merge([c]) for c in found])
+    for merged in batches:
+        assert caches.holds([rows_of(batch) for batch in merged], TOKENS)
+
+
+def test_one_layer_may_be_looked_at_before_another_is_merged(store: TieredPromptCache) -> None:
+    """The first look copies all layers at once."""
+    first, second = restored(store)
+    assert first.keys is not None
+    assert caches.holds([first, rows_of(type(second).merge([second]))], TOKENS)
+
+
+def test_it_copies_pickles_and_is_rebuilt_as_mlx_lms_does(store: TieredPromptCache) -> None:
+    """Whatever works with mlx-lm's class is used somewhere."""
+    copies = [copy.copy(c) for c in restored(store)]
+    sent = pickle.loads(pickle.dumps([len(c.__reduce__()) for c in restored(store)]))
+    rebuilt = [type(c).from_state(c.state) for c in restored(store)]
+    assert sent == [2, 2]
+    for live in (copies, rebuilt):
+        assert caches.holds(live, TOKENS)
+    assert type(restored(store)[0])().empty()
+
+
+def test_its_size_is_known_without_a_copy(store: TieredPromptCache) -> None:
+    """Servers ask all that waits for its size, again and again."""
+    found = restored(store)
+    sizes = [c.nbytes for c in found]
+    assert all(c._prefix is not None and not c._prefix.is_taken for c in found)
+    assert sizes == [c.keys.nbytes + c.values.nbytes for c in found]

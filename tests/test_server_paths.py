@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -791,3 +793,35 @@ def test_a_salt_that_is_none_is_refused(folders: dict[str, Path], salt: object) 
         reply = server.post(body)
         assert reply.status == 400
         assert "cache_salt" in reply.body["error"]
+
+
+# ---- batches
+
+
+def test_a_window_of_a_batch_has_no_padding_in_it(tmp_path: Path) -> None:
+    """Beside a longer prompt, over several steps, mlx-lm's rings take padding for tokens."""
+    folder = tiny.save(tmp_path / "model", "gpt_oss", sliding_window=16, seed=3)
+    dice = random.Random(1)
+    short, long = ("".join(dice.choices("bcdfghjklmpqvwxyz", k=n)) for n in (600, 3000))
+    later = [short[:257] + tail for tail in ("bb", "cd", "fg")]
+    flags = ("--prefill-step-size", "512")
+
+    def ask(server: Local, prompt: str) -> Reply:
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": True}
+        return server.post(body, "/v1/completions")
+
+    def logprobs(reply: Reply) -> list[float]:
+        return [x["logprob"] for x in reply.body["choices"][0]["logprobs"]["content"]]
+
+    with Local(folder, "none", *flags) as server:
+        cold = [logprobs(ask(server, prompt)) for prompt in later]
+    with Local(folder, "none", *flags) as server:
+        beside = [threading.Thread(target=ask, args=(server, p)) for p in (long, short)]
+        for thread in beside:
+            thread.start()
+            time.sleep(0.01)
+        for thread in beside:
+            thread.join()
+        replies = [ask(server, prompt) for prompt in later]
+        assert [logprobs(reply) for reply in replies] == cold
+        assert replies[-1].n_cached == 256

@@ -133,3 +133,13 @@ def test_where_boots_have_no_names_it_is_looked_through(
     monkeypatch.setattr(stamp, "_boot", lambda: b"")
     assert [n_blocks(folder) for _ in range(2)] == [len(BLOCKS)] * 2
     assert looks.n == 2
+
+
+def test_a_store_that_was_opened_to_be_mended_is_looked_through(folder: Path, looks: Looks) -> None:
+    """What is to be mended may be damaged, and the damage is still there."""
+    tier = ColdTier(folder, None, PlainCodec())
+    tier.put(blocks_of(chain(range(100, 104)), 100))
+    tier.close()
+    before = looks.n
+    assert n_blocks(folder) == len(BLOCKS)
+    assert looks.n == before + 1

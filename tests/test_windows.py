@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
-from tieredkv import TieredPromptCache, keys, policy
+from tieredkv import TieredPromptCache, keys, layout, policy
 from tieredkv.core import GRADES, WINDOW
-from tieredkv.tiers.records import MAX_RAW_BYTES
+from tieredkv.patch import make_rings_exact
+from tieredkv.tiers.records import MAX_RAW_BYTES, piece_key
 
 SIZES = (6, 3)
 BLOCK = 4
@@ -26,6 +28,7 @@ def advance(live: list[Any], tokens: list[int], start: int, stop: int) -> None:
     for layer, cache in enumerate(live):
         k, v = (mx.array(caches.rows(tokens[:stop], 2 * layer + i)) for i in (0, 1))
         cache.update_and_fetch(k[:, :, start:stop], v[:, :, start:stop])
+    layout.vouch(live)
 
 
 def make() -> list[Any]:
@@ -187,3 +190,75 @@ def test_the_oldest_leaves_first_unless_another_ages_faster() -> None:
     """A snapshot in the middle of a prompt must not outlive a prompt that was used after it."""
     assert policy.first_to_leave({0: 50, 3: 60}, now=100) == 3
     assert policy.first_to_leave({0: 10, 3: 95}, now=100) == 0
+
+
+def test_a_hit_that_damage_shortens_is_taken_with_fewer_windows(tmp_path: Path) -> None:
+    """Of two blocks, each with its window, the second is damaged."""
+    tokens = list(range(8))
+    with TieredPromptCache(tmp_path, block_tokens=BLOCK) as cache:
+        serve(cache, tokens, [8])
+        assert cache.flush(10)
+        cache.trim_to(n_bytes=0)
+        known = cache._known_namespace(MODEL)
+        assert known is not None
+        damaged = cache._chain(known[0], keys.as_tokens(tokens)).keys[1]
+        cache._store.cold._write(
+            lambda ledger, _: ledger._txn.put(
+                piece_key(damaged, 0),
+                bytes(ledger.record(damaged).blob_bytes),
+                db=ledger._dbs.blob,
+            )
+        )
+        assert hit(cache, [*tokens, 9]) == 4
+        assert cache.stats().faults == {"corrupt": 1}
+
+
+def test_rows_that_nobody_vouches_for_are_believed_as_far_as_masks_reach() -> None:
+    """In mlx-lm's batches rows of padding lie before them and pass for tokens."""
+    tokens = list(range(40))
+    live = make()
+    advance(live, tokens, 0, 38)
+    for ring in live[1:]:
+        del ring.tieredkv_vouched
+    cache = TieredPromptCache(block_tokens=BLOCK)
+    cache.insert_cache(MODEL, tokens[:38], live)
+    hits = {n: hit(cache, [*tokens[:n], 99, 98]) for n in (8, 20, 30, 33, 39)}
+    assert hits == {8: 0, 20: 0, 30: 0, 33: 0, 39: 38}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rings_of_a_batch_have_only_rows_of_tokens(seed: int) -> None:
+    """Prompts of unlike length in several steps, with others that join: what is extracted must be
+    the rows of each prompt, and no padding.
+    """
+    make_rings_exact()
+    dice = random.Random(seed)
+    lengths = [dice.randrange(1, 60) for _ in range(3)]
+    prompts = [[1000 * i + j + 1 for j in range(n)] for i, n in enumerate(lengths)]
+
+    def rows(tokens: list[int]) -> mx.array:
+        return mx.array(tokens, mx.float32).reshape(1, 1, -1, 1)
+
+    batch = RotatingKVCache(SIZES[0]).merge([RotatingKVCache(SIZES[0]) for _ in prompts])
+    done = 0
+    while done < max(lengths):
+        step = dice.randrange(1, 25)
+        parts = [p[done : done + step] for p in prompts]
+        longest = max(map(len, parts))
+        padding = [longest - len(p) for p in parts]
+        if longest > 1:
+            batch.prepare(lengths=[len(p) for p in parts], right_padding=padding)
+            padded = [rows([*p, *[-1] * k]) for p, k in zip(parts, padding, strict=True)]
+            x = mx.concatenate(padded, axis=0)
+            batch.update_and_fetch(x, x)
+            batch.finalize()
+            mx.eval(batch.state[:4])
+        else:
+            break
+        done += longest
+        for i, p in enumerate(prompts):
+            ring = batch.extract(i)
+            n = min(done, len(p))
+            held = ring.keys.shape[2]
+            assert ring.offset == n
+            assert ring.keys.flatten().tolist() == p[n - held : n]

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache
 from tieredkv import prefill
 from tieredkv.flags import prefill_step
 from tieredkv.handler import ClientGone, GenerationEnded, ModelUnavailable
-from tieredkv.patch import in_upstream
+from tieredkv.patch import in_upstream, make_rings_exact
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
 
 # How long a signal waits for the step under way before the process ends without it.
@@ -130,6 +130,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         # Segments and types of the prompt that was tokenized last, None if it has images:
         # upstream's sequential path drops them between `_tokenize` and `_follow`.
         self._segments: tuple[list[list[int]], list[str]] | None = None
+        make_rings_exact()
         super().__init__(model_provider, prompt_cache)
 
     def _run_generate(self) -> None:

@@ -263,9 +263,13 @@ class Layout:
         )
 
     def quantized(self, group_size: int, bits: int) -> Layout:
-        """The layout after mlx-lm has quantized what it can."""
+        """The layout after mlx-lm has quantized what it can: nothing inside of lists."""
+        shape = json.loads(self.nesting) if self.nesting else [0] * len(self.layers)
+        inside = [depth > 0 for depth in _depths(shape)]
+        layers = zip(self.layers, inside, strict=True)
         return replace(
-            self, layers=tuple(_quantized(layer, group_size, bits) for layer in self.layers)
+            self,
+            layers=tuple(x if deep else _quantized(x, group_size, bits) for x, deep in layers),
         )
 
     @property
@@ -341,6 +345,12 @@ class Layout:
             TensorSpec(leaf.dtype, (len(rows), leaf.heads, min(window, block_tokens), leaf.width))
             for leaf, window, rows in self.ring_groups
         )
+
+
+def _depths(shape: list[Any], depth: int = 0) -> Iterator[int]:
+    """In how many lists each cache is."""
+    for s in shape:
+        yield from _depths(s, depth + 1) if isinstance(s, list) else (depth,)
 
 
 def _quantized(layer: LayerSpec, group_size: int, bits: int) -> LayerSpec:
@@ -533,8 +543,26 @@ def _rings(caches: Sequence[Any]) -> list[RotatingKVCache]:
     return [c for c in _flat(caches) if type(c) is RotatingKVCache and not c.keep]
 
 
+def vouch(caches: Sequence[Any]) -> None:
+    """Note that all rows of live rings are tokens' rows, also those beyond ``max_size``.
+
+    Of others only the last ``max_size`` are believed: in mlx-lm's batches prompts of unlike length
+    leave rows of padding before them, which its masks never reach.
+    """
+    for ring in _rings(caches):
+        ring.tieredkv_vouched = True
+
+
 def _in_order(ring: RotatingKVCache) -> list[mx.array]:
-    """Keys and values of all tokens that a ring still has, oldest first."""
+    """Keys and values of all tokens that a ring is known to have still, oldest first."""
+    rows = _all_rows(ring)
+    if getattr(ring, "tieredkv_vouched", False):
+        return rows
+    first = max(0, rows[0].shape[2] - ring.max_size)
+    return [r[:, :, first:] for r in rows]
+
+
+def _all_rows(ring: RotatingKVCache) -> list[mx.array]:
     if _is_rotated(ring):
         parts = slice(ring._idx, None), slice(None, ring._idx)
         return [
@@ -660,6 +688,7 @@ def adopt(blocks: Sequence[Block]) -> list[Block]:
             b.tokens,
             b.specs,
             tuple(_as_array(t, s) for t, s in zip(b.tensors, b.specs, strict=True)),
+            b.grade,
         )
         for b in blocks
     ]

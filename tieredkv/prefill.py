@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tieredkv import layout
 from tieredkv.prompt_cache import TieredPromptCache
 
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -92,6 +93,7 @@ class SequentialPrefill:
             Cancelled: the request is to stop; what is done has been stored.
         """
         live = [c for _, caches in models for c in caches]
+        layout.vouch(live)
         total = len(self._prompt) - self._start
         done = self._start
         report(0, total)

@@ -262,8 +262,9 @@ class TieredPromptCache:
             except Refused as e:
                 self._refuse(e)
 
-    def yield_memory(self, n_bytes: int) -> bool:
+    def yield_memory(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> bool:
         """Demote until MLX can take ``n_bytes`` more within ``memory_bytes``; whether it can then.
+        Blocks that are ``spared`` stay.
 
         `fetch_nearest_cache` and `insert_cache` do it for the prompt they are given. On the
         generation thread.
@@ -274,7 +275,7 @@ class TieredPromptCache:
         if over <= 0:
             return True
         before = self.nbytes
-        self._store.trim_to(max(0, before - over))
+        self._store.trim_to(max(0, before - over), spared)
         freed = before - self.nbytes
         self._store.counters.add("yielded", freed)
         # MLX keeps what is freed for its own use, and Metal counts it.
@@ -318,7 +319,8 @@ class TieredPromptCache:
         if found is None:
             return None, 0
         namespace, shape = found
-        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)))
+        own = self._chain(namespace, tokens).keys
+        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), own)
         if self._quantization is None:
             hit = self._load(self._chain(namespace, tokens[:-1]), shape)
         else:
@@ -388,7 +390,7 @@ class TieredPromptCache:
                 chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
             missing = shape.bytes_of(len(chain.tokens) - chain.span(lacking.start)[0])
-            if lacking and not self.yield_memory(missing):
+            if lacking and not self.yield_memory(missing, chain.keys):
                 raise Refused("memory", "MLX holds as much as it may without this prompt")
             if lacking:
                 layout.settle(caches, chain.span(lacking.start)[0], len(chain.tokens))

@@ -56,6 +56,17 @@ class Prefix:
         self._spare: dict[tuple[mx.Dtype, tuple[int, ...]], mx.array] = {}
         self._copied: list[mx.array] | None = None
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the arrays have been copied, and can only be taken any more."""
+        return self._copied is not None
+
+    def n_bytes(self, i: int) -> int:
+        """Bytes of array ``i`` once it is copied, which it hasn't been."""
+        parts = self._leaves[i]
+        per_row = int(parts[0].nbytes) // parts[0].shape[2]
+        return per_row * (self.n_tokens + self._n_spare)
+
     def parts(self, i: int) -> Sequence[mx.array]:
         """The parts of array ``i``, spare rows last."""
         first = self._leaves[i][0]
@@ -91,13 +102,19 @@ class KVCache(upstream.KVCache):  # type: ignore[misc]  # mlx-lm has no types
     Named as its base, for mlx-lm writes the names of classes into files.
     """
 
-    def __init__(self, prefix: Prefix, i: int) -> None:
-        """The layer whose keys are array ``i`` of the prefix and whose values are the next."""
-        self._prefix: Prefix | None = prefix
+    # Of the class, for those that are made without a call: mlx-lm's `from_state` does so.
+    _prefix: Prefix | None = None
+    _i = 0
+    _keys: mx.array | None = None
+    _values: mx.array | None = None
+
+    def __init__(self, prefix: Prefix | None = None, i: int = 0) -> None:
+        """The layer whose keys are array ``i`` of the prefix and whose values are the next;
+        an empty one without a prefix.
+        """
+        self._prefix = prefix
         self._i = i
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
-        self.offset = prefix.n_tokens
+        self.offset = prefix.n_tokens if prefix else 0
 
     @property
     def keys(self) -> mx.array | None:
@@ -130,9 +147,22 @@ class KVCache(upstream.KVCache):  # type: ignore[misc]  # mlx-lm has no types
         """Whether it holds nothing."""
         return self._prefix is None and self._keys is None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values. Copies nothing."""
+        if self._prefix is not None and not self._prefix.is_taken:
+            return self._prefix.n_bytes(self._i) + self._prefix.n_bytes(self._i + 1)
+        return int(super().nbytes)
+
+    def __copy__(self) -> upstream.KVCache:
+        return upstream.KVCache.from_state((self.keys, self.values, self.offset))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> upstream.KVCache:
         pair = copy.deepcopy((self.keys, self.values), memo)
         return upstream.KVCache.from_state((*pair, self.offset))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return upstream.KVCache.from_state, ((self.keys, self.values, self.offset),)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchKVCache:
@@ -143,9 +173,9 @@ class KVCache(upstream.KVCache):  # type: ignore[misc]  # mlx-lm has no types
         return first._batch()
 
     def _batch(self) -> BatchKVCache:
-        prefix, self._prefix = self._prefix, None
-        if prefix is None or self.offset != prefix.n_tokens:
-            self._prefix = prefix
+        # It stays what it is: the host may merge it again.
+        prefix = self._prefix
+        if prefix is None or prefix.is_taken or self.offset != prefix.n_tokens:
             return BatchKVCache.merge([self])
         batch = BatchKVCache([0])
         batch.keys, batch.values = prefix.joined(self._i), prefix.joined(self._i + 1)

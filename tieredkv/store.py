@@ -162,7 +162,9 @@ class TieredStore:
         path = (*wanted, *(b.key for b in blocks))
         found = warm | {b.key: b for b in self._promote(path, cool)} if cool else warm
         windows = [found[key] for key in wanted if key in found]
-        sound = len(windows) == len(wanted) and all(
+        if len(windows) < len(wanted) or len(blocks) < len(wanted):
+            return ()
+        sound = all(
             w.parent == b.key and w.tokens == WINDOW_TOKENS
             for w, b in zip(windows, blocks[len(blocks) - len(wanted) :], strict=True)
         )
@@ -294,9 +296,9 @@ class TieredStore:
 
     # ---- upkeep
 
-    def trim_to(self, n_bytes: int) -> None:
-        """Demote from the hot tier until it holds at most ``n_bytes``."""
-        self.hot.trim_to(n_bytes)
+    def trim_to(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> None:
+        """Demote from the hot tier until it holds at most ``n_bytes``, but none of ``spared``."""
+        self.hot.trim_to(n_bytes, spared)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for the queue; True if all that was put since the last flush is committed."""

@@ -510,14 +510,19 @@ def _prepare(directory: Path) -> None:
         )
 
 
-def _open_checked(directory: Path, cap_bytes: int, settle: Callable[[Path], None]) -> Environment:
-    """A new environment, after ``settle`` looked at one that nobody uses. Other openers wait."""
+def _open_checked(directory: Path, cap_bytes: int, settle: Callable[[Path], bool]) -> Environment:
+    """A new environment, after ``settle`` looked at one that nobody uses and said whether it is
+    sound in all its parts. Other openers wait.
+    """
     gate = Gate(directory)
     try:
         with gate.hold(GATE_TIMEOUT_S):
             swap.finish(directory)
-            if not health.in_use(directory):
-                settle(directory)
+            is_sound = (
+                is_intact(directory, health.DATA_NAME)
+                if health.in_use(directory)
+                else settle(directory)
+            )
             gate.mend()
             env = lmdb.open(
                 str(directory),
@@ -541,8 +546,9 @@ def _open_checked(directory: Path, cap_bytes: int, settle: Callable[[Path], None
                 with gate.reading():
                     env.reader_check()
                 _sync_directory(directory)
-                stamp = Stamp(directory, health.DATA_NAME)
-                stamp.write()
+                stamp = Stamp(directory, health.DATA_NAME) if is_sound else None
+                if stamp:
+                    stamp.write()
                 return Environment(directory, env, dbs, gate, stamp)
             except BaseException:
                 env.close()
@@ -552,21 +558,24 @@ def _open_checked(directory: Path, cap_bytes: int, settle: Callable[[Path], None
         raise
 
 
-def _move_damaged(directory: Path) -> None:
+def _move_damaged(directory: Path) -> bool:
     intact = is_intact(directory, health.DATA_NAME)
     found = None if intact else health.finding(directory)
     if found is None:
         health.fill_up(directory)
-        return
+        return True
     aside = health.quarantine(directory)
     log_quarantine(directory, found, aside)
+    return True
 
 
-def _refuse_broken(directory: Path) -> None:
+def _refuse_broken(directory: Path) -> bool:
     found = broken(directory)
     if found is not None:
         raise ColdTierUnavailable(f"{directory} is damaged ({found})")
     health.fill_up(directory)
+    # Rows may be.
+    return False
 
 
 def log_quarantine(directory: Path, why: str, aside: Path) -> None:

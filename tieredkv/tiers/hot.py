@@ -505,11 +505,13 @@ class HotTier:
 
     # ---- leaving
 
-    def trim_to(self, n_bytes: int) -> None:
-        """See `core.Tier.trim_to`. What is held stays: it is still being read."""
+    def trim_to(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> None:
+        """See `core.Tier.trim_to`. What is held stays, for it is still being read, and so does
+        what is spared.
+        """
         with self._lock:
             self._reap()
-            while self._n_bytes > n_bytes and self._evict_one(frozenset()):
+            while self._n_bytes > n_bytes and self._evict_one(frozenset(spared)):
                 pass
 
     def _evict_one(self, spared: set[BlockKey] | frozenset[BlockKey]) -> bool:
