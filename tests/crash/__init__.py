@@ -1,4 +1,5 @@
-"""What the store is put through: kills at any point, power loss, damage, a full and a slow disk.
+"""What the store is put through: kills at any point, power loss, damage, a full and a slow disk,
+and calls that fail while a server answers.
 
 Each module is a program too, ``python -m tests.crash.kill`` and so on; the tests named
 ``test_crash_*`` run a short form of each.

@@ -108,7 +108,7 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 
 # Between two steps in memory there is nothing that fails.
-IN_MEMORY = ("capture.held", "capture.queue", "encode.batch", "promote.hot")
+IN_MEMORY = ("capture.held", "capture.queue", "encode.batch", "commit.told", "promote.hot")
 
 
 @dataclass(frozen=True, slots=True)
