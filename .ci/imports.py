@@ -41,7 +41,16 @@ EMPTY = "tiers.__init__"
 
 # The only modules that may import these libraries.
 ROOMS = {
-    "mlx": ("restored", "patch", "layout", "tiers.hot", "prompt_cache", "prefill", "generation", "server"),
+    "mlx": (
+        "restored",
+        "patch",
+        "layout",
+        "tiers.hot",
+        "prompt_cache",
+        "prefill",
+        "generation",
+        "server",
+    ),
     "mlx_lm": (
         "restored",
         "layout",
