@@ -70,7 +70,7 @@ def test_a_partial_tree_whose_imports_go_down_passes(tmp_path):
         ("tiers/writer", "from . import cold", "tiers.writer imports tiers.cold, which is beside"),
         ("store", "from tieredkv import Config", "store imports the package itself"),
         ("store", "import tieredkv", "store imports the package itself"),
-        ("store", "import mlx.core as mx", "store imports mlx, which only restored, layout"),
+        ("store", "import mlx.core as mx", "store imports mlx, which only restored, patch, layout"),
         ("tiers/hot", "from mlx_lm.models import cache", "tiers.hot imports mlx_lm, which only"),
         ("cli", "import lmdb", "cli imports lmdb, which only tiers.environment, tiers.health may"),
         ("tiers/__init__", "from tieredkv.tiers.cold import C", "holds nothing but a docstring"),
