@@ -39,6 +39,8 @@ crash: venv
 	@$(BIN)/python -m tests.crash.powerloss --images 200
 	@echo "== a full and a slow disk"
 	@$(BIN)/python -m tests.crash.disk --seconds 30
+	@echo "== faults while serving"
+	@$(BIN)/python -m tests.crash.serving
 	@echo "== damage"
 	@$(BIN)/python -m tests.crash.damage --count 10000
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from crash import ROOT
-from crash.failpoints import ERRORS, POINTS, Failpoint, arm
+from crash.failpoints import ERRORS, IN_MEMORY, POINTS, Failpoint, arm
 from crash.full import FullParty
 from crash.load import Prompt
 
@@ -29,7 +29,6 @@ print(json.dumps(counts))
 
 # Where a call can fail. Errors of opening are told to whoever opens; between two steps in memory
 # there is nothing that fails.
-IN_MEMORY = ("capture.held", "capture.queue", "encode.batch", "promote.hot")
 RAISING = [name for name in POINTS if not name.startswith(("open.", *IN_MEMORY))]
 # The numbers that are read between the calls come from the store too, and hide no plain fault.
 ACTIONS = {"commit.done": "lmdb"}

@@ -168,3 +168,28 @@ def test_close_does_not_wait_for_a_stalled_disk(tier: SlowTier) -> None:
     assert writer.n_blocks == 2
     tier.gate.set()
     assert writer.flush(10)
+
+
+def test_a_step_that_runs_out_of_memory_does_not_end_the_writing(
+    tier: SlowTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing would be stored any more until a restart, and a flush would never return."""
+    log = Log()
+    writer = Writer(tier, 10**9, log)
+    tier.gate.set()
+    first, second = (caches.blocks(caches.chain(range(a, a + 8))) for a in (0, 50))
+    take = writer._take
+
+    def fails_once() -> list[Block]:
+        monkeypatch.setattr(writer, "_take", take)
+        raise MemoryError
+
+    monkeypatch.setattr(writer, "_take", fails_once)
+    assert writer.submit(first) == len(first)
+    assert writer.flush(10)
+    assert (writer.n_bytes, writer.n_blocks, tier.got) == (0, 0, [])
+    assert [(sorted(keys), n) for keys, n in log.done] == [(sorted(b.key for b in first), 0)]
+    assert writer.submit(second) == len(second)
+    assert writer.flush(10)
+    assert tier.got == [b.key for b in second]
+    writer.close(10)

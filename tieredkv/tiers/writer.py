@@ -46,6 +46,7 @@ class Writer:
         self._pending: set[BlockKey] = set()
         self._n_bytes = 0
         self._touched: dict[BlockKey, None] = {}
+        self._n_faults = 0
         self._busy = False
         self._closing = False
         self._changed = threading.Condition()
@@ -116,7 +117,11 @@ class Writer:
 
     def _run(self) -> None:
         while True:
-            batch, touched = self._next()
+            try:
+                batch, touched = self._next()
+            except MemoryError:
+                self._guarded(self._give_up, [], None)
+                continue
             if not batch and not touched:
                 break
             if batch:
@@ -127,12 +132,28 @@ class Writer:
             self._busy = False
             self._changed.notify_all()
 
+    def _give_up(self, _: list[BlockKey]) -> None:
+        """Let go of all that waits: what a step that failed half-way had in hand isn't known."""
+        with self._changed:
+            keys = list(self._pending)
+            self._jobs.clear()
+            self._pending.clear()
+            self._n_bytes = 0
+        _LOG.warning("tieredkv: out of memory: %d blocks that waited are not stored", len(keys))
+        self._done(keys, 0)
+
     def _guarded(self, act: Callable[[list[_T]], _R], items: list[_T], otherwise: _R) -> _R:
         """What ``act`` returns; ``otherwise``, and a log line, if it fails against its contract."""
         try:
             return act(items)
         except Exception:  # noqa: BLE001 - the thread must outlive a fault of the tier or the store
-            _LOG.exception("tieredkv: a fault of the writer's tier cost %d items", len(items))
+            self._n_faults += 1
+            if self._n_faults == 1:
+                _LOG.exception(
+                    "tieredkv: a fault of the writer's tier cost %d items; further ones are not "
+                    "logged",
+                    len(items),
+                )
             return otherwise
 
     def _next(self) -> tuple[list[Block], list[BlockKey]]:
