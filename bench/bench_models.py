@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench import architectures
-from tieredkv import TieredPromptCache
+from tieredkv import TieredPromptCache, layout
 
 MODELS = {"sliding window": "gemma3_text", "hybrid": "falcon_h1", "recurrent": "mamba"}
 CHECKPOINT = 64
@@ -71,6 +71,7 @@ class Host:
     def _step(self, tokens: list[int], live: list[Any]) -> mx.array:
         logits = self._model(mx.array([tokens]), cache=live)
         mx.eval(logits, [c.state for c in live])
+        layout.vouch(live)
         return logits
 
     def _insert(self, tokens: list[int], live: list[Any], kind: str) -> None:
@@ -162,6 +163,7 @@ def test_bytes_per_token(benchmark: BenchmarkFixture, tmp_path: Path, kind: str)
                         c[0] = rows(weight * full * 2 // recurrent)
                     else:
                         c.update_and_fetch(rows(stop - start), rows(stop - start))
+                layout.vouch(live)
                 cache.insert_cache(KEY, tokens[:stop], live, cache_type="user")
             assert cache.flush(60)
             return cache.stats().cold.n_bytes
