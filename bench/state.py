@@ -33,7 +33,6 @@ class Shape:
 
 SMALL = Shape(30, 3, 64)
 EIGHT_B = Shape(32, 8, 128)
-SEVENTY_B = Shape(80, 8, 128)
 
 
 @cache

@@ -338,6 +338,23 @@ KINDS = pytest.mark.parametrize(
 PATHS = pytest.mark.parametrize("path", [{}, {"seed": 7}], ids=["batched", "sequential"])
 
 
+def assert_reused(
+    model: Path,
+    folder: Path,
+    first: list[dict[str, Any]],
+    second: list[dict[str, Any]],
+    n_cached: int,
+    **options: Any,
+) -> None:
+    """Of ``second``, after ``first``, so many tokens are reused, and it is answered as uncached."""
+    with Local(model, *UNCACHED) as server:
+        expected = server.chat(second, **options)
+    with Local(model, folder) as server:
+        server.chat(first, **options)
+        reply = server.chat(second, **options)
+    assert (reply.text, reply.n_cached) == (expected.text, n_cached)
+
+
 def shared(tokenizer: Any, turns: list[list[dict[str, Any]]], **kw: Any) -> tuple[int, int]:
     """Tokens of the first turn's prompt, and how many of them the second one begins with."""
     one, two = (tokenizer.apply_chat_template(t, add_generation_prompt=True, **kw) for t in turns)
@@ -378,12 +395,7 @@ def assert_the_next_turn_reuses_what_it_shares(
     options = {"chat_template_kwargs": {"enable_thinking": thinks}, **path}
     n, same = shared(tokenizer_of(model), [question, more], enable_thinking=thinks)
     assert same < n
-    with Local(model, *UNCACHED) as server:
-        expected = server.chat(more, **options)
-    with Local(model, folder / "cache") as server:
-        server.chat(question, **options)
-        reply = server.chat(more, **options)
-    assert (reply.text, reply.n_cached) == (expected.text, same)
+    assert_reused(model, folder / "cache", question, more, same, **options)
 
 
 @KINDS
@@ -402,12 +414,7 @@ def test_a_turn_after_a_tools_answer_reuses_all_up_to_the_thoughts(
     ]
     n, same = shared(tokenizer_of(model), [first, second], enable_thinking=True)
     assert same < n
-    with Local(model, *UNCACHED) as server:
-        expected = server.chat(second, **path)
-    with Local(model, tmp_path / "cache") as server:
-        server.chat(first, **path)
-        reply = server.chat(second, **path)
-    assert (reply.text, reply.n_cached) == (expected.text, same)
+    assert_reused(model, tmp_path / "cache", first, second, same, **path)
 
 
 @KINDS

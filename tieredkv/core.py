@@ -152,6 +152,11 @@ class Chain:
         """Blocks that hold exactly ``block_tokens`` tokens."""
         return len(self.tokens) // self.block_tokens
 
+    @property
+    def ends_at_block(self) -> bool:
+        """Whether the tokens are whole blocks, without a tail."""
+        return len(self.tokens) == self.n_full * self.block_tokens
+
     def parent(self, i: int) -> BlockKey:
         """Key of the block before block ``i``; the namespace root for the first."""
         return self.keys[i - 1] if i else self.root

@@ -319,10 +319,10 @@ class TieredPromptCache:
         if found is None:
             return None, 0
         namespace, shape = found
-        own = self._chain(namespace, tokens).keys
-        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), own)
+        chain = self._chain(namespace, tokens[:-1])
+        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
         if self._quantization is None:
-            hit = self._load(self._chain(namespace, tokens[:-1]), shape)
+            hit = self._load(chain, shape)
         else:
             shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
         if hit is None:
@@ -389,11 +389,11 @@ class TieredPromptCache:
             if self._needs_snapshot(chain, shape, caches):
                 chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
-            missing = shape.bytes_of(len(chain.tokens) - chain.span(lacking.start)[0])
-            if lacking and not self.yield_memory(missing, chain.keys):
-                raise Refused("memory", "MLX holds as much as it may without this prompt")
             if lacking:
-                layout.settle(caches, chain.span(lacking.start)[0], len(chain.tokens))
+                start = chain.span(lacking.start)[0]
+                if not self.yield_memory(shape.bytes_of(len(chain.tokens) - start), chain.keys):
+                    raise Refused("memory", "MLX holds as much as it may without this prompt")
+                layout.settle(caches, start, len(chain.tokens))
         except Refused as e:
             self._refuse(e)
             return
@@ -441,8 +441,7 @@ class TieredPromptCache:
         """Whether neither cutting nor windows will restore the end of ``chain``."""
         if shape.is_sliced:
             return False
-        at_block = len(chain.keys) == chain.n_full
-        return not (shape.window and at_block) or layout.is_rotated(caches)
+        return not (shape.window and chain.ends_at_block) or layout.is_rotated(caches)
 
     def _captured(
         self, chain: Chain, lacking: range, shape: Layout, caches: list[Any]
@@ -592,6 +591,5 @@ def _grade(chain: Chain, shape: Layout, specs: Sequence[TensorSpec]) -> int:
     messages seldom end.
     """
     n = len(chain.tokens)
-    at_block = n == chain.n_full * chain.block_tokens
-    spared = policy.spared_between(n, chain.block_tokens) if at_block else n
+    spared = policy.spared_between(n, chain.block_tokens) if chain.ends_at_block else n
     return policy.grade(sum(s.n_bytes for s in specs), spared, shape.bytes_per_token)

@@ -349,11 +349,7 @@ def _entry(chain: Chain) -> Chain:
     """What counts as a prompt: the blocks alone at a block's end, where checkpoints are, so that
     what goes on from there takes its place.
     """
-    return replace(chain, keys=chain.keys[: chain.n_full]) if _at_block(chain) else chain
-
-
-def _at_block(chain: Chain) -> bool:
-    return len(chain.tokens) == chain.n_full * chain.block_tokens
+    return replace(chain, keys=chain.keys[: chain.n_full]) if chain.ends_at_block else chain
 
 
 def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
