@@ -262,3 +262,20 @@ def test_rings_of_a_batch_have_only_rows_of_tokens(seed: int) -> None:
             held = ring.keys.shape[2]
             assert ring.offset == n
             assert ring.keys.flatten().tolist() == p[n - held : n]
+
+
+def test_windows_of_known_blocks_are_looked_at_too() -> None:
+    """What overflowed in a ring would answer every prompt that hits there with nonsense."""
+    tokens = list(range(24))
+    live = make()
+    advance(live, tokens, 0, 24)
+    for ring in live[1:]:
+        del ring.tieredkv_vouched
+    cache = TieredPromptCache(block_tokens=BLOCK)
+    cache.insert_cache(MODEL, tokens, live)
+    spoilt = make()
+    advance(spoilt, tokens, 0, 24)
+    spoilt[1].keys[0, 0, 17, 0] = float("nan")
+    cache.insert_cache(MODEL, tokens, spoilt)
+    assert cache.stats().refused == {"nonfinite": 1}
+    assert hit(cache, [*tokens[:21], 99, 98]) == 0

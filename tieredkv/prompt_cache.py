@@ -389,10 +389,12 @@ class TieredPromptCache:
             if self._needs_snapshot(chain, shape, caches):
                 chain = keys.with_snapshot(chain)
             lacking = self._store.lacking(chain)
-            if lacking:
-                start = chain.span(lacking.start)[0]
-                if not self.yield_memory(shape.bytes_of(len(chain.tokens) - start), chain.keys):
-                    raise Refused("memory", "MLX holds as much as it may without this prompt")
+            start = chain.span(lacking.start)[0]
+            missing = shape.bytes_of(len(chain.tokens) - start)
+            if lacking and not self.yield_memory(missing, chain.keys):
+                raise Refused("memory", "MLX holds as much as it may without this prompt")
+            # Windows may be lacking where blocks are not.
+            if lacking or shape.window:
                 layout.settle(caches, start, len(chain.tokens))
         except Refused as e:
             self._refuse(e)
