@@ -19,10 +19,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
     ("core",),
-    ("keys", "metrics", "pace", "units"),
+    ("admission", "keys", "metrics", "pace", "units"),
     ("restored",),
     ("identity", "codec", "policy", "layout"),
-    ("tiers.gate", "tiers.health", "tiers.records", "tiers.stamp"),
+    ("quantize",),
+    ("tiers.gate", "tiers.health", "tiers.records", "tiers.stamp", "tiers.traffic"),
     ("tiers.ledger", "tiers.swap"),
     ("tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),

@@ -79,9 +79,11 @@ def test_churn(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
     benchmark.pedantic(churn, rounds=1)
     written = written_bytes(tmp_path) - before
     encoded = tier.counters().bytes_written
+    counted = tier.counters().disk_bytes
     file_bytes = (tmp_path / "cold" / "data.mdb").stat().st_size
     benchmark.extra_info |= {
         "bytes written / encoded bytes of new blocks": written / encoded,
+        "our count of bytes written / the disk's": counted / written,
         "file / live bytes": file_bytes / tier.n_bytes,
         "file / cap": file_bytes / cap,
     }

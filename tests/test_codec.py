@@ -19,11 +19,19 @@ from numpy.typing import NDArray
 
 from tieredkv.codec import MAX_HEADER_BYTES, PlaneCodec, checksum
 from tieredkv.core import ITEMSIZE, Block, BlockKey, Codec, CorruptBlob, TensorSpec
+from tieredkv.quantize import QuantizingCodec
 
 DATA = Path(__file__).parent / "data"
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 FLOATS = ("bfloat16", "float16", "float32")
 Tensor = tuple[str, NDArray[Any]]
+
+
+@pytest.fixture(scope="module", params=[PlaneCodec, QuantizingCodec])
+def codec(request: pytest.FixtureRequest) -> Codec:
+    """Every codec of the cold tier. What isn't rows of tokens must come back exactly from each."""
+    made: Codec = request.param()
+    return made
 
 
 def block_of(*tensors: Tensor, tokens: bytes = bytes(8), key: bytes = b"k") -> Block:
@@ -65,8 +73,10 @@ def contents(specs: Any, tensors: Any) -> list[tuple[str, tuple[int, ...], bytes
     ]
 
 
-def decoded(blob: bytes | memoryview, n_bytes: int) -> list[tuple[str, tuple[int, ...], bytes]]:
-    return contents(*PlaneCodec().decode(blob, n_bytes))
+def decoded(
+    blob: bytes | memoryview, n_bytes: int, codec: Codec | None = None
+) -> list[tuple[str, tuple[int, ...], bytes]]:
+    return contents(*(codec or PlaneCodec()).decode(blob, n_bytes))
 
 
 def compact(value: object) -> str:
@@ -137,39 +147,41 @@ tensors_of_any_kind = st.builds(
 class TestRoundTrip:
     @given(st.lists(tensors_of_any_kind, max_size=4))
     @settings(deadline=None)
-    def test_any_block_comes_back_bit_for_bit(self, tensors: list[Tensor]) -> None:
+    def test_any_block_comes_back_bit_for_bit(self, codec: Codec, tensors: list[Tensor]) -> None:
         """If it failed, a hit would change the output."""
         block = block_of(*tensors)
 
-        back = decoded(PlaneCodec().encode(block), block.n_bytes)
+        back = decoded(codec.encode(block), block.n_bytes, codec)
 
         assert contents(block.specs, block.tensors) == back
 
     @pytest.mark.parametrize("kind", ["random", "values", "constant"])
     @pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
-    def test_a_large_odd_tensor_comes_back_bit_for_bit(self, dtype: str, kind: str) -> None:
+    def test_a_large_odd_tensor_comes_back_bit_for_bit(
+        self, codec: Codec, dtype: str, kind: str
+    ) -> None:
         """If it failed, sampling or several zstd blocks a frame would lose data."""
         block = block_of((dtype, words(dtype, (3, 1, 257, 391), kind)))
 
-        back = decoded(PlaneCodec().encode(block), block.n_bytes)
+        back = decoded(codec.encode(block), block.n_bytes, codec)
 
         assert contents(block.specs, block.tensors) == back
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_every_16_bit_pattern_survives(self, dtype: str) -> None:
+    def test_every_16_bit_pattern_survives(self, codec: Codec, dtype: str) -> None:
         """If it failed, NaN payloads, infinities or signed zeros would be normalized."""
         block = block_of((dtype, np.arange(1 << 16, dtype=np.uint16)))
 
-        back = decoded(PlaneCodec().encode(block), block.n_bytes)
+        back = decoded(codec.encode(block), block.n_bytes, codec)
 
         assert contents(block.specs, block.tensors) == back
 
-    def test_float32_nan_payloads_survive(self) -> None:
+    def test_float32_nan_payloads_survive(self, codec: Codec) -> None:
         """If it failed, a signalling NaN would be made quiet somewhere on the way."""
         patterns = np.array([0x7F800001, 0xFFC12345, 0x7F800000, 0x80000000] * 300, np.uint32)
         block = block_of(("float32", patterns.view(np.float32)))
 
-        (_, (back,)) = PlaneCodec().decode(PlaneCodec().encode(block), block.n_bytes)
+        (_, (back,)) = codec.decode(codec.encode(block), block.n_bytes)
 
         assert patterns.tobytes() == back.tobytes()
 
@@ -178,29 +190,29 @@ class TestRoundTrip:
         [(name, name) for name in sorted(ITEMSIZE) if name not in ("bfloat16", "float16")]
         + [("bfloat16", "uint16"), ("float16", "uint16")],
     )
-    def test_decoded_dtype_is_the_documented_one(self, dtype: str, expected: str) -> None:
+    def test_decoded_dtype_is_the_documented_one(
+        self, codec: Codec, dtype: str, expected: str
+    ) -> None:
         """If it failed, restore would misread the words of a tensor."""
         block = block_of((dtype, words(dtype, (2, 3), "values")))
 
-        (spec,), (tensor,) = PlaneCodec().decode(PlaneCodec().encode(block), block.n_bytes)
+        (spec,), (tensor,) = codec.decode(codec.encode(block), block.n_bytes)
 
         assert (dtype, expected) == (spec.dtype, str(tensor.dtype))
 
-    def test_decoded_tensors_outlive_the_blob(self) -> None:
+    def test_decoded_tensors_outlive_the_blob(self, codec: Codec) -> None:
         """If it failed, tensors would change when the storage engine reuses its memory."""
         tensors = [(d, words(d, (2, 40), k)) for d in FLOATS for k in ("random", "values")]
         block = block_of(*tensors)
-        blob = bytearray(PlaneCodec().encode(block))
+        blob = bytearray(codec.encode(block))
 
-        specs, back = PlaneCodec().decode(memoryview(blob), block.n_bytes)
+        specs, back = codec.decode(memoryview(blob), block.n_bytes)
         blob[:] = bytes(len(blob))
 
         assert contents(block.specs, block.tensors) == contents(specs, back)
 
-    def test_satisfies_the_codec_contract(self) -> None:
+    def test_satisfies_the_codec_contract(self, codec: Codec) -> None:
         """If it failed, the cold tier could not be given this codec."""
-        codec: Codec = PlaneCodec()
-
         assert codec.decode(codec.encode(block_of()), 0) == ((), ())
 
 
@@ -382,9 +394,8 @@ class TestGolden:
         assert old == new
 
 
-def bounded_decode(blob: bytes, n_bytes: int) -> None:
+def bounded_decode(codec: Codec, blob: bytes, n_bytes: int) -> None:
     """Decode within bounds of memory: a block's worth, a scratch's, and what a header needs."""
-    codec = PlaneCodec()
     tracemalloc.start()
     try:
         _, tensors = codec.decode(blob, n_bytes)
@@ -401,10 +412,10 @@ RECORDED = [checksum(blob) for blob in BLOBS]
 
 
 @st.composite
-def mutated(draw: st.DrawFn) -> tuple[int, bytes]:
-    """Index of a block, and its blob after one to three edits, of header or payload."""
-    which = draw(st.integers(0, len(BLOBS) - 1))
-    blob = bytearray(BLOBS[which])
+def mutated(draw: st.DrawFn, blobs: list[bytes]) -> tuple[int, bytes]:
+    """Index of a blob, and the blob after one to three edits, of header or payload."""
+    which = draw(st.integers(0, len(blobs) - 1))
+    blob = bytearray(blobs[which])
     start = 8 + int.from_bytes(blob[:8], "little")
     for _ in range(draw(st.integers(1, 3))):
         top = draw(st.sampled_from([8, start, max(len(blob) - 1, 0)]))
@@ -418,7 +429,7 @@ def mutated(draw: st.DrawFn) -> tuple[int, bytes]:
         elif edit == "insert":
             blob[at:at] = draw(st.binary(min_size=1, max_size=40))
         elif edit == "splice":
-            other = draw(st.sampled_from(BLOBS))
+            other = draw(st.sampled_from(blobs))
             source = draw(st.integers(0, len(other)))
             blob[at : at + length] = other[source : source + length]
         elif edit == "truncate":
@@ -431,7 +442,7 @@ def mutated(draw: st.DrawFn) -> tuple[int, bytes]:
 
 
 class TestDamage:
-    @given(mutated())
+    @given(mutated(BLOBS))
     @settings(deadline=None, max_examples=600)
     def test_a_damaged_blob_never_gives_other_data(self, damaged: tuple[int, bytes]) -> None:
         """If it failed, a flipped bit on disk would change the output of a model."""
@@ -442,17 +453,17 @@ class TestDamage:
             return
         assert contents(block.specs, block.tensors) == decoded(blob, block.n_bytes)
 
-    @given(mutated())
+    @given(mutated(BLOBS))
     @settings(deadline=None, max_examples=600)
     def test_decode_fails_in_one_way_only(self, damaged: tuple[int, bytes]) -> None:
         """If it failed, a damaged file could kill the server or exhaust its memory."""
         which, blob = damaged
         try:
-            bounded_decode(blob, TARGETS[which].n_bytes)
+            bounded_decode(PlaneCodec(), blob, TARGETS[which].n_bytes)
         except CorruptBlob:
             return
 
-    @given(mutated())
+    @given(mutated(BLOBS))
     @settings(deadline=None, max_examples=300)
     def test_only_one_spelling_of_a_header_is_accepted(self, damaged: tuple[int, bytes]) -> None:
         """If it failed, the parser would accept headers that the encoder never writes."""
@@ -465,18 +476,20 @@ class TestDamage:
         assert blob == forge(header, payload)
 
     @given(st.binary(max_size=200))
-    def test_garbage_is_corrupt(self, garbage: bytes) -> None:
+    def test_garbage_is_corrupt(self, codec: Codec, garbage: bytes) -> None:
         """If it failed, a foreign value in the file would raise something unexpected."""
         with pytest.raises(CorruptBlob):
-            PlaneCodec().decode(garbage, 100)
+            codec.decode(garbage, 100)
 
     @given(st.sampled_from(BLOBS), st.integers(0, 1 << 16))
-    def test_another_size_than_the_record_says_is_corrupt(self, blob: bytes, n_bytes: int) -> None:
+    def test_another_size_than_the_record_says_is_corrupt(
+        self, codec: Codec, blob: bytes, n_bytes: int
+    ) -> None:
         """If it failed, a blob could make the reader allocate what nobody planned for."""
         if n_bytes in {block.n_bytes for block in TARGETS}:
             return
         with pytest.raises(CorruptBlob):
-            PlaneCodec().decode(blob, n_bytes)
+            codec.decode(blob, n_bytes)
 
     @pytest.mark.parametrize("at", [0, 1, -1])
     def test_a_checksum_covers_first_and_last_bytes(self, at: int) -> None:
@@ -621,10 +634,10 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
 
 class TestHostile:
     @pytest.mark.parametrize("name", sorted(HOSTILE))
-    def test_is_refused_within_bounds(self, name: str) -> None:
+    def test_is_refused_within_bounds(self, codec: Codec, name: str) -> None:
         """If it failed, whoever can write the cold directory could crash or exhaust the reader."""
         with pytest.raises(CorruptBlob):
-            bounded_decode(*HOSTILE[name])
+            bounded_decode(codec, *HOSTILE[name])
 
     def test_the_forgers_own_blobs_are_good_before_the_damage(self) -> None:
         """If it failed, the table of hostile blobs would be refused for the wrong reason."""
@@ -636,12 +649,11 @@ class TestHostile:
 
 
 class TestThreads:
-    def test_one_codec_serves_many_threads(self) -> None:
+    def test_one_codec_serves_many_threads(self, codec: Codec) -> None:
         """If it failed, the writer thread and a read would corrupt each other's frames."""
-        codec = PlaneCodec()
         kinds = [(d, k, i) for d in FLOATS for k in ("values", "random") for i in range(3)]
         blocks = [block_of((d, words(d, (2, 64, 200), k, i))) for d, k, i in kinds]
-        alone = [PlaneCodec().encode(block) for block in blocks]
+        alone = [type(codec)().encode(block) for block in blocks]
 
         def both_ways(i: int) -> bool:
             block = blocks[i % len(blocks)]

@@ -14,13 +14,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tieredkv.codec import PlaneCodec
 from tieredkv.core import ColdTierUnavailable, Problem, default_cold_dir
 from tieredkv.keys import tenant, tenant_salt
+from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader, ColdTier, ColdUsage, NamespaceUsage
 from tieredkv.tiers.environment import broken
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.rebuild import Rebuilt, rebuild
+from tieredkv.tiers.traffic import thread_bytes
 from tieredkv.units import bytes_text, duration, size
 
 _FINE, _FAILED, _MISUSED = 0, 1, 2
@@ -254,7 +255,7 @@ class _Progress:
 
 def _prune(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     criteria = _criteria(parser, options)
-    reader = ColdReader(options.dir, PlaneCodec())
+    reader = ColdReader(options.dir, QuantizingCodec())
     try:
         plan = reader.plan(criteria)
     finally:
@@ -301,7 +302,7 @@ def _agreed(plan: Plan, doomed: Sequence[Victim]) -> bool:
 
 
 def _remove(options: argparse.Namespace, criteria: Criteria, plan: Plan, n_doomed: int) -> int:
-    tier = ColdTier(options.dir, None, PlaneCodec())
+    tier = ColdTier(options.dir, None, QuantizingCodec())
     progress = _Progress("removing")
     gone: list[Victim] = []
     try:
@@ -392,7 +393,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _problems(folder: Path) -> tuple[int, list[Problem]]:
     """How many blocks there are, and all that is wrong with them."""
-    reader = ColdReader(folder, PlaneCodec(), broken)
+    reader = ColdReader(folder, QuantizingCodec(), broken)
     progress = _Progress("checking")
     try:
         return reader.n_blocks, reader.verify(progress)
@@ -403,7 +404,7 @@ def _problems(folder: Path) -> tuple[int, list[Problem]]:
 
 def _evict_to_cap(folder: Path) -> None:
     """Do at once what the next writes would do, if the cap was lowered."""
-    tier = ColdTier(folder, None, PlaneCodec())
+    tier = ColdTier(folder, None, QuantizingCodec())
     try:
         if tier.n_bytes > tier.cap_bytes:
             tier.trim_to(tier.cap_bytes)
@@ -414,7 +415,7 @@ def _evict_to_cap(folder: Path) -> None:
 def _rebuild(folder: Path) -> Rebuilt:
     progress = _Progress("copying")
     try:
-        return rebuild(folder, PlaneCodec(), progress)
+        return rebuild(folder, QuantizingCodec(), progress)
     finally:
         progress.end()
 
@@ -467,7 +468,7 @@ def _compact(options: argparse.Namespace) -> int:
 
 
 def _stats(options: argparse.Namespace) -> int:
-    reader = ColdReader(options.dir, PlaneCodec())
+    reader = ColdReader(options.dir, QuantizingCodec())
     try:
         usage = reader.usage()
         faults = reader.counters().faults
@@ -487,11 +488,21 @@ def _report(folder: Path, usage: ColdUsage) -> str:
         f"  {usage.blocks} blocks, {bytes_text(usage.live_bytes)} live, "
         f"{bytes_text(usage.file_bytes)} on disk, cap {bytes_text(usage.cap_bytes)}",
     ]
+    if usage.encoded_bytes:
+        lines.append(
+            f"  {bytes_text(usage.disk_bytes)} written to disk for "
+            f"{bytes_text(usage.encoded_bytes)} of new blocks since the file was made "
+            f"({usage.disk_bytes / usage.encoded_bytes:.2f}x, {_counted_by()})"
+        )
     for namespace in usage.namespaces:
         lines += ["", *_namespace_lines(namespace)]
     if not usage.namespaces:
         lines.append("  empty: nothing has been stored here yet")
     return "\n".join(lines)
+
+
+def _counted_by() -> str:
+    return "by our own count of pages" if thread_bytes() is None else "as the system counts"
 
 
 def _namespace_lines(n: NamespaceUsage) -> list[str]:
@@ -502,6 +513,8 @@ def _namespace_lines(n: NamespaceUsage) -> list[str]:
         f"  identity {n.model}",
         *(f"  {extra}" for extra in extras),
         f"  layers: {_layers(n.layout)}",
+        *["  NOT EXACT: rows of tokens are kept in 8 bits (--cold-quantize q8)"]
+        * (n.cold_quantize == "q8"),
         f"  {n.blocks} blocks of up to {n.block_tokens} tokens",
         f"  {bytes_text(n.raw_bytes)} of state in {bytes_text(n.blob_bytes)}{ratio}",
         f"  used {_when(n.oldest_use)} to {_when(n.newest_use)}",

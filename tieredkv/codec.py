@@ -114,6 +114,11 @@ class Parsed:
         """Dtypes and shapes of its tensors."""
         return tuple(entry.spec for entry in self.entries)
 
+    @property
+    def n_bytes(self) -> int:
+        """Raw bytes of its tensors."""
+        return sum(entry.spec.n_bytes for entry in self.entries)
+
 
 class _Engines(threading.local):
     """A compressor, a decompressor and memory per thread: none may be used by two at once."""
@@ -152,7 +157,11 @@ class PlaneCodec:
     much memory as its largest block until it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form: str = FORMAT) -> None:
+        """``form`` is the ``format`` that its blobs name: who stores other things in the tensors of
+        a block names them otherwise.
+        """
+        self._form = form
         self._engines = _Engines()
 
     def encode(self, block: Block) -> bytes:
@@ -165,7 +174,7 @@ class PlaneCodec:
             ValueError: a tensor that is not C-contiguous or not what its spec says, or more
                 tensors than a header may describe (several hundred).
         """
-        words = [_words(*pair) for pair in zip(block.specs, block.tensors, strict=True)]
+        words = [words_of(*pair) for pair in zip(block.specs, block.tensors, strict=True)]
         scratch = self._engines.scratch(block.n_bytes)
         entries: list[_Entry] = []
         parts: list[_Buffer] = []
@@ -176,7 +185,7 @@ class PlaneCodec:
             start = stop
             entries.append(_Entry(spec, tuple(_Plane(name, len(data)) for name, data in planes)))
             parts += [data for _, data in planes]
-        header = _header(entries)
+        header = _header(entries, self._form)
         if len(header) > MAX_HEADER_BYTES:
             raise ValueError(f"{len(entries)} tensors are too many for one block")
         return b"".join([len(header).to_bytes(8, "little"), header, *parts])
@@ -202,9 +211,23 @@ class PlaneCodec:
         Raises:
             CorruptBlob: as `decode`, as far as the header shows it.
         """
+        parsed = self.parse_within(blob, n_bytes)
+        if parsed.n_bytes != n_bytes:
+            raise CorruptBlob(f"the tensors are not of {n_bytes} bytes")
+        return parsed
+
+    def parse_within(self, blob: bytes | memoryview, most_bytes: int) -> Parsed:
+        """As `parse`, of a blob of which only the most raw bytes that it may have are known.
+
+        Raises:
+            CorruptBlob: as `parse`.
+        """
         view = memoryview(blob).cast("B")
-        entries, start = _parse(view, n_bytes)
-        return Parsed(view, tuple(entries), start)
+        entries, start = _parse(view, self._form)
+        parsed = Parsed(view, tuple(entries), start)
+        if parsed.n_bytes > most_bytes:
+            raise CorruptBlob(f"the tensors are of more than {most_bytes} bytes")
+        return parsed
 
     def decode_parsed(
         self, parsed: Parsed, into: Sequence[Any] | None = None
@@ -291,8 +314,12 @@ class PlaneCodec:
         return plane
 
 
-def _words(spec: TensorSpec, tensor: Any) -> NDArray[Any]:
-    """The tensor's memory, not copied, as flat words of as many bytes as it has planes."""
+def words_of(spec: TensorSpec, tensor: Any) -> NDArray[Any]:
+    """The tensor's memory, not copied, as flat words of as many bytes as it has planes.
+
+    Raises:
+        ValueError: it isn't C-contiguous, or not what ``spec`` says.
+    """
     if not _storable(spec):
         raise ValueError(f"{spec} can't be stored")
     view = memoryview(tensor)
@@ -391,7 +418,7 @@ def _typed(spec: TensorSpec, words: NDArray[Any]) -> NDArray[Any]:
     return words.view(_DECODED[spec.dtype]).reshape(spec.shape)
 
 
-def _header(entries: list[_Entry]) -> bytes:
+def _header(entries: list[_Entry], form: str) -> bytes:
     """The only header that describes ``entries``, padded with spaces to 8 bytes."""
     tensors = [
         {
@@ -401,7 +428,7 @@ def _header(entries: list[_Entry]) -> bytes:
         }
         for entry in entries
     ]
-    metadata = {"format": FORMAT, "tensors": _dump(tensors), "version": str(FORMAT_VERSION)}
+    metadata = {"format": form, "tensors": _dump(tensors), "version": str(FORMAT_VERSION)}
     header: dict[str, Any] = {"__metadata__": metadata}
     stop = 0
     for i, entry in enumerate(entries):
@@ -424,7 +451,7 @@ def _dump(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _parse(blob: memoryview, n_bytes: int) -> tuple[list[_Entry], int]:
+def _parse(blob: memoryview, form: str) -> tuple[list[_Entry], int]:
     """What the header says, all of it checked, and where the payload starts."""
     start = 8 + int.from_bytes(blob[:8], "little")
     if len(blob) < 8 or start > min(len(blob), 8 + MAX_HEADER_BYTES):
@@ -433,12 +460,10 @@ def _parse(blob: memoryview, n_bytes: int) -> tuple[list[_Entry], int]:
     entries = _entries(header)
     # One header for one content: this catches unknown and repeated keys, other spellings,
     # gaps, overlaps and everything else that was not looked at on the way here.
-    if _header(entries) != header:
+    if _header(entries, form) != header:
         raise CorruptBlob("the header is not in canonical form")
     if sum(entry.n_stored for entry in entries) != len(blob) - start:
         raise CorruptBlob("the payload is cut off or too long")
-    if sum(entry.spec.n_bytes for entry in entries) != n_bytes:
-        raise CorruptBlob(f"the tensors are not of {n_bytes} bytes")
     return entries, start
 
 

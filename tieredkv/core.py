@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 FORMAT_VERSION = 2
 BLOCK_TOKENS = 256
 CACHE_TYPES = ("assistant", "user", "system")
+# How the cold tier keeps rows of tokens: exactly, or in eight bits a value.
+COLD_QUANTIZE = ("none", "q8")
+# Which blocks go to the cold tier: all, or those that came back.
+COLD_ADMIT = ("all", "reused")
 
 # Stands for the tokens of a window; no tokenizer and no hash of an image makes it.
 WINDOW = -(1 << 63)
@@ -67,8 +71,9 @@ class Namespace:
     ``model``, ``adapter`` and ``draft`` are content fingerprints, ``host`` the versions of
     mlx and mlx-lm and the device, ``shard`` this rank's share of the model ("rank/world/mode"),
     ``layout`` the canonical JSON of the cache layout, or "" where it isn't known yet: such a
-    namespace is a *base*, the parent of one namespace per layout. ``name`` is what people call
-    the model: shown, and no part of the identity.
+    namespace is a *base*, the parent of one namespace per layout. ``cold_quantize`` is one of
+    `COLD_QUANTIZE`: state that may have lost something is never found by who wants it exact.
+    ``name`` is what people call the model: shown, and no part of the identity.
     """
 
     model: str
@@ -80,6 +85,7 @@ class Namespace:
     block_tokens: int = BLOCK_TOKENS
     layout: str = ""
     name: str = ""
+    cold_quantize: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +232,8 @@ class Config:
 
     ``queue_bytes`` bounds the blocks that wait for their commit; they are held in the hot tier
     and counted there. None means three quarters of ``hot_bytes``. ``reserve_bytes`` of the disk
-    stay free.
+    stay free. ``cold_quantize`` is one of `COLD_QUANTIZE`, ``cold_admit`` one of
+    `COLD_ADMIT`.
     """
 
     cold_dir: Path | None = None
@@ -237,6 +244,8 @@ class Config:
     max_entries: int | None = None
     queue_bytes: int | None = None
     reserve_bytes: int = 0
+    cold_quantize: str = "none"
+    cold_admit: str = "all"
 
     def __post_init__(self) -> None:
         numbers = (self.hot_bytes, self.cold_bytes, self.block_tokens, self.reserve_bytes)
@@ -245,6 +254,10 @@ class Config:
             raise TypeError("sizes and numbers must be ints")
         if not isinstance(self.salt, bytes):
             raise TypeError("salt must be bytes")
+        if self.cold_quantize not in COLD_QUANTIZE:
+            raise ValueError(f"cold_quantize must be one of {', '.join(COLD_QUANTIZE)}")
+        if self.cold_admit not in COLD_ADMIT:
+            raise ValueError(f"cold_admit must be one of {', '.join(COLD_ADMIT)}")
         if min(self.hot_bytes, self.reserve_bytes) < 0 or self.cold_bytes <= 0:
             raise ValueError("sizes must be 0 or more, and cold_bytes positive")
         if not 1 <= self.block_tokens <= 4096:
@@ -282,7 +295,11 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A reading of a store. Counters run from its opening; tiers and queue are as of now."""
+    """A reading of a store. Counters run from its opening; tiers and queue are as of now.
+
+    ``disk_bytes`` over ``bytes_written`` is the write amplification, see `ColdCounters`.
+    ``unadmitted`` are new blocks that were kept from the disk, see ``Config.cold_admit``.
+    """
 
     hot: TierStats = TierStats()
     cold: TierStats = TierStats()
@@ -304,6 +321,8 @@ class StoreStats:
     dropped: dict[str, int] = field(default_factory=dict)
     commits: int = 0
     bytes_written: int = 0
+    disk_bytes: int = 0
+    unadmitted: int = 0
     faults: dict[str, int] = field(default_factory=dict)
 
 
@@ -374,11 +393,17 @@ Allocate = Callable[
 
 @dataclass(frozen=True, slots=True)
 class ColdCounters:
-    """What a cold tier did since it was opened by this process, as far as the store reports it."""
+    """What a cold tier did since it was opened by this process, as far as the store reports it.
+
+    ``bytes_written`` are encoded bytes of new blocks, ``disk_bytes`` what went to the disk for them
+    and for all else: whole pages, rows, touches. By the system's count where it has one (Linux),
+    else by our own of pages, which leaves out what is rewritten.
+    """
 
     commits: int = 0
     evictions: int = 0
     bytes_written: int = 0
+    disk_bytes: int = 0
     faults: dict[str, int] = field(default_factory=dict)
 
 
@@ -409,7 +434,9 @@ class LowerTier(Tier, Protocol):
 
 
 class Codec(Protocol):
-    """Block to bytes and back, bit for bit. Stateless as seen from outside; any thread may call."""
+    """Block to bytes and back, bit for bit unless it says otherwise. Stateless as seen from
+    outside; any thread may call.
+    """
 
     def encode(self, block: Block) -> bytes:
         """One self-contained blob. Never touches an mlx op: reads tensors as buffers."""

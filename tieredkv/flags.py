@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from mlx_lm import server as upstream
 
-from tieredkv.core import default_cold_dir
+from tieredkv.core import COLD_ADMIT, COLD_QUANTIZE, default_cold_dir
 from tieredkv.patch import in_upstream
 from tieredkv.units import size
 
@@ -99,6 +99,21 @@ def parser() -> argparse.ArgumentParser:
         default=_COLD_BYTES,
         metavar="SIZE",
         help="Cap on the file that holds them (default: 16GiB)",
+    )
+    group.add_argument(
+        "--cold-admit",
+        choices=COLD_ADMIT,
+        default="all",
+        help="reused writes prompts to disk only when a later one uses them: spares the disk, but "
+        "what nobody has used yet is lost with the server (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cold-quantize",
+        choices=COLD_QUANTIZE,
+        default="none",
+        help="q8 keeps them in 8 bits a value on disk. LOSSY: answers after a hit on disk may "
+        "differ from those without a cache. Servers with and without it find nothing of each "
+        "other's (default: %(default)s)",
     )
     return p
 

@@ -34,7 +34,12 @@ def _digest(*fields: tuple[bytes, bytes]) -> BlockKey:
 
 
 def namespace_key(namespace: Namespace) -> BlockKey:
-    """Root of every chain in ``namespace``: a digest of its fields and the format version."""
+    """Root of every chain in ``namespace``: a digest of its fields and the format version.
+
+    ``cold_quantize`` is one of them only where it isn't "none".
+    """
+    how = namespace.cold_quantize
+    lossy = ((b"cold_quantize", how.encode()),) if how != "none" else ()
     return _digest(
         (b"format", FORMAT_VERSION.to_bytes(4, "little")),
         (b"model", namespace.model.encode()),
@@ -45,6 +50,7 @@ def namespace_key(namespace: Namespace) -> BlockKey:
         (b"salt", namespace.salt),
         (b"block_tokens", namespace.block_tokens.to_bytes(4, "little")),
         (b"layout", namespace.layout.encode()),
+        *lossy,
     )
 
 

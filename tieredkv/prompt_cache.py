@@ -131,6 +131,8 @@ class TieredPromptCache:
         quantization: Quantization | None = None,
         memory_bytes: int | None = None,
         reserve_bytes: int = 0,
+        cold_quantize: str = "none",
+        cold_admit: str = "all",
     ) -> None:
         """Open the tiers.
 
@@ -154,6 +156,11 @@ class TieredPromptCache:
                 cache gives memory back, below hot_bytes if need be. None for what Metal
                 recommends as the most, and no limit elsewhere.
             reserve_bytes: the cold tier's file doesn't grow while less of its disk is free.
+            cold_quantize: "none", or "q8" to keep rows of tokens in 8 bits in the cold tier. THEN A
+                HIT CAN CHANGE THE OUTPUT: what comes back from there is close to what was computed,
+                and not equal. Caches share blocks only if they agree on it.
+            cold_admit: "all", or "reused" to write only what comes back: fewer writes, but a prompt
+                that nothing has used yet is lost with the process.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense.
@@ -168,6 +175,8 @@ class TieredPromptCache:
                 max_entries,
                 queue_bytes,
                 reserve_bytes,
+                cold_quantize,
+                cold_admit,
             )
         )
         self._host = f"{_host()}, {quantization}" if quantization else _host()
@@ -292,7 +301,8 @@ class TieredPromptCache:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty. True when all that was inserted since the last flush
-        is committed, so False also if something had to be dropped.
+        is committed, so False also if something had to be dropped; of what `cold_admit` keeps from
+        the disk nothing is said.
         """
         done = self._store.flush(timeout)
         with self._lock:
@@ -514,6 +524,7 @@ class TieredPromptCache:
             salt=keys.tenant_salt(self._store.config.salt, tenant),
             block_tokens=self._store.config.block_tokens,
             name=name,
+            cold_quantize=self._store.config.cold_quantize,
         )
 
     def _names(self, model: Hashable) -> list[str]:

@@ -48,7 +48,15 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         quantization=_quantization(args),
         memory_bytes=args.memory_limit,
         reserve_bytes=args.prompt_cache_reserve,
+        cold_quantize=args.cold_quantize,
+        cold_admit=args.cold_admit,
     )
+    if args.cold_quantize != "none":
+        _LOG.warning(
+            "tieredkv: --cold-quantize %s: prompts that come back from disk are not exact, and "
+            "answers to them may differ from those without a cache",
+            args.cold_quantize,
+        )
     stats = cache.stats()
     _LOG.info(
         "tieredkv: hot tier of at most %.1f GB; cold tier: %s",

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from tieredkv.admission import Admission, AdmitAll, AdmitReused
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import (
     Block,
     BlockKey,
     Chain,
+    Codec,
     ColdTierUnavailable,
     Config,
     Hit,
@@ -32,6 +34,7 @@ from tieredkv.core import (
 from tieredkv.keys import WINDOW_TOKENS, common_prefix, snapshot_key, window_key
 from tieredkv.metrics import Counters
 from tieredkv.pace import Pace
+from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier, held_bytes
 from tieredkv.tiers.null import NullTier
@@ -46,8 +49,9 @@ _CLOSE_SECONDS = 10.0
 def _open_cold(config: Config, counters: Counters) -> LowerTier:
     if config.cold_dir is None:
         return NullTier()
+    codec: Codec = QuantizingCodec() if config.cold_quantize == "q8" else PlaneCodec()
     try:
-        return ColdTier(config.cold_dir, config.cold_bytes, PlaneCodec(), config.reserve_bytes)
+        return ColdTier(config.cold_dir, config.cold_bytes, codec, config.reserve_bytes)
     except ColdTierUnavailable as e:
         counters.add("faults", label="cold_dir")
         _LOG.warning("tieredkv: %s; serving from memory only", e)
@@ -67,6 +71,7 @@ class TieredStore:
         limit = config.hot_bytes * 3 // 4 if limit is None else limit
         self.writer = Writer(self.cold, limit, self._written)
         self.pace = Pace()
+        self._admission: Admission = AdmitReused() if config.cold_admit == "reused" else AdmitAll()
         self._lost_before = 0
 
     # ---- a hit
@@ -148,6 +153,7 @@ class TieredStore:
         for used in (hit.snapshot or hit.blocks[-1], *hit.windows):
             self.hot.touch([used.key])
             self.writer.touch(used.key)
+        self._submit_used(hit)
         return hit
 
     def only_hot(self, match: Match, chain: Chain) -> Match:
@@ -235,11 +241,8 @@ class TieredStore:
         self._lose("hot_full", len(windows) - self.hot.put(windows, kind))
         if not self.cold.cap_bytes:
             return
-        keys = [window_key(key) for key in chain.keys[: chain.n_full]]
-        stored = self.cold.present(keys)
-        self.hot.mark_stored(stored)
-        fresh = [k for k in keys if k not in stored and not self.writer.waits(k)]
-        self._queue([b for key in fresh for b in self.hot.load([key])])
+        parents = chain.keys[: chain.n_full]
+        self._queue_windows([*map(window_key, parents)], parents)
 
     def _covers(self, chain: Chain, i: int) -> bool:
         if i < len(chain.keys) - 1 or not chain.tokens_of(i):
@@ -254,16 +257,46 @@ class TieredStore:
         held = self.hot.put([*known, *blocks], kind)
         self._lose("hot_full", len(known) + len(blocks) - held)
         self.hot.enter(_entry(chain), kind)
-        self._submit(chain)
+        computed = {b.key for b in blocks}
+        admitted = chain.keys[: self._admission.inserted(chain.keys, computed)]
+        if self.cold.cap_bytes:
+            self.counters.add("unadmitted", len(computed.difference(admitted)))
+        self._submit(chain, len(admitted))
         if self.config.max_entries is not None:
             self.hot.limit_entries(self.config.max_entries)
 
-    def _submit(self, chain: Chain) -> None:
+    def _submit(self, chain: Chain, stop: int) -> None:
+        """Queue what the cold tier lacks of the blocks of ``chain`` before ``stop``."""
         n = self.cold.missing(chain)
         self.hot.mark_stored(chain.keys[:n])
-        while n < len(chain.keys) and self.writer.waits(chain.keys[n]):
+        while n < stop and self.writer.waits(chain.keys[n]):
             n += 1
-        self._queue(self.hot.load(chain.keys[n:]))
+        self._queue(self.hot.load(chain.keys[n:stop]))
+
+    def _submit_used(self, hit: Hit) -> None:
+        """Queue what the cold tier lacks of the blocks of a hit, if they are admitted by now."""
+        path = [b.key for b in (*hit.blocks, *filter(None, [hit.snapshot]))]
+        path = path[: self._admission.used(path)]
+        if not path or not self.cold.cap_bytes:
+            return
+        written = self._submitted(path)
+        self._queue(self.hot.load([key for key in path if key not in written]))
+        self._queue_windows([w.key for w in hit.windows], [w.parent for w in hit.windows])
+
+    def _queue_windows(self, windows: Sequence[BlockKey], parents: Sequence[BlockKey]) -> None:
+        """Queue the windows that the cold tier lacks at blocks that it has, or is to have."""
+        rooted = self._submitted([*parents, *windows])
+        pairs = zip(windows, parents, strict=True)
+        fresh = [key for key, parent in pairs if parent in rooted and key not in rooted]
+        self._queue([b for key in fresh for b in self.hot.load([key])])
+
+    def _submitted(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
+        """Which of ``keys`` are in the cold tier or on their way there."""
+        # In this order: what is written meanwhile is in one of the two.
+        waiting = frozenset(key for key in keys if self.writer.waits(key))
+        stored = self.cold.present(keys)
+        self.hot.mark_stored(stored)
+        return waiting | stored
 
     def _queue(self, blocks: Sequence[Block]) -> None:
         blocks = self.hot.hold(blocks)
@@ -335,6 +368,8 @@ class TieredStore:
             dropped=count.by_label("dropped"),
             commits=done.commits,
             bytes_written=done.bytes_written,
+            disk_bytes=done.disk_bytes,
+            unadmitted=count.total("unadmitted"),
             faults=count.by_label("faults") | done.faults,
         )
 

@@ -48,7 +48,7 @@ from tieredkv.tiers.environment import (
     open_to_mend,
 )
 from tieredkv.tiers.health import finding
-from tieredkv.tiers.ledger import CAP, Ledger, Node, Origin, Rows
+from tieredkv.tiers.ledger import CAP, DISK, ENCODED, Ledger, Node, Origin, Rows
 from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.records import (
@@ -61,6 +61,7 @@ from tieredkv.tiers.records import (
     described,
     record_of,
 )
+from tieredkv.tiers.traffic import thread_bytes
 from tieredkv.tiers.usage import ColdUsage, NamespaceUsage, survey
 
 __all__ = ["ColdReader", "ColdTier", "ColdTierCounters", "ColdUsage", "NamespaceUsage"]
@@ -112,8 +113,8 @@ def budget_bytes(cap_bytes: int, cost: int = 0) -> int:
 class ColdTierCounters(ColdCounters):
     """Counts since the tier was opened, by this process alone.
 
-    ``bytes_written`` are encoded bytes of new blocks, ``page_bytes_written`` what those take in
-    whole pages. ``dropped`` counts blocks not stored, by reason, ``faults`` errors by kind.
+    ``page_bytes_written`` is what the encoded bytes of new blocks take in whole pages.
+    ``dropped`` counts blocks not stored, by reason, ``faults`` errors by kind.
     """
 
     blocks_written: int = 0
@@ -242,7 +243,7 @@ class _Reading:
     def usage(self) -> ColdUsage:
         """What the store holds, by namespace. Reads every index record."""
         file_bytes = self._environment.file_bytes() if self._environment else 0
-        empty = ColdUsage(file_bytes, 0, 0, 0, ())
+        empty = ColdUsage(file_bytes, 0, 0, 0, 0, 0, ())
         return self._read(lambda rows: survey(rows, file_bytes), empty)
 
     def check(self) -> list[Problem]:
@@ -468,6 +469,7 @@ class _Done:
     held: int = 0
     reason: str = ""
     evicted_bytes: int = 0
+    told: tuple[int, int] = (0, 0)
     purged: set[BlockKey] = field(default_factory=set)
     pruned: list[Victim] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -505,6 +507,8 @@ class ColdTier(_Reading):
         self._wanted_cap = self.cap_bytes if cap_bytes is None else cap_bytes
         self._reserve = reserve_bytes
         self._is_full = False
+        # Encoded and disk bytes of commits that the store's own totals lack.
+        self._untold = 0, 0
         self._origins: dict[BlockKey, Origin] = {}
         if self.cap_bytes != self._wanted_cap:
             self._change_cap()
@@ -728,16 +732,23 @@ class ColdTier(_Reading):
 
     def _write(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
         """What ``work`` did in one transaction, now committed; None if nothing was changed."""
+        before = thread_bytes()
         done = self._write_once(work)
         if done is None and self._environment is None:
             # The store was lost or given up, and can be opened anew.
             done = self._write_once(work)
         if done is None:
             return None
+        after = thread_bytes()
+        pages = done.counts["page_bytes_written"]
+        on_disk = pages if before is None or after is None else after - before
         with self._lock:
             self._condemned -= done.purged
             self._counts.update(done.counts)
             self._counts["commits"] += 1
+            self._counts["disk_bytes"] += on_disk
+            encoded, disk = (a - b for a, b in zip(self._untold, done.told, strict=True))
+            self._untold = encoded + done.counts["bytes_written"], disk + on_disk
         return done
 
     def _write_once(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
@@ -749,6 +760,7 @@ class ColdTier(_Reading):
             done = _Done()
             self._purge(ledger, done)
             work(ledger, done)
+            self._tell(ledger, done)
             return done
 
         try:
@@ -763,6 +775,14 @@ class ColdTier(_Reading):
             return None
         finally:
             environment.release()
+
+    def _tell(self, ledger: Ledger, done: _Done) -> None:
+        """Add to the store's totals what the commits before took: of this one nobody knows yet."""
+        with self._lock:
+            done.told = self._untold
+        for name, n_bytes in zip((ENCODED, DISK), done.told, strict=True):
+            if n_bytes:
+                ledger.set_number(name, (ledger.number(name) or 0) + n_bytes)
 
     def _purge(self, ledger: Ledger, done: _Done) -> None:
         """Delete damaged blocks and, as no block is without its ancestors, what is below them."""

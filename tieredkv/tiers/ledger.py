@@ -44,6 +44,8 @@ PIECE = b"piece"
 CAP = b"cap"
 CLOCK = b"clock"
 FREED = b"freed"
+ENCODED = b"encoded"
+DISK = b"disk"
 
 # A value in pages of its own starts behind a header of this size.
 _PAGE_HEADER_BYTES = 16

@@ -138,4 +138,7 @@ def _namespace(fields: dict[str, object], salt: bytes) -> BlockKey:
     }
     tokens = fields.get("block_tokens")
     block_tokens = tokens if isinstance(tokens, int) and 0 <= tokens <= MAX_TOKENS else 0
-    return namespace_key(Namespace(**texts, salt=salt, block_tokens=block_tokens))
+    how = str(fields.get("cold_quantize", "none"))
+    return namespace_key(
+        Namespace(**texts, salt=salt, block_tokens=block_tokens, cold_quantize=how)
+    )

@@ -172,7 +172,7 @@ def unpack_namespace(data: bytes) -> tuple[Totals, bytes, bytes]:
 
 def describe(namespace: Namespace) -> bytes:
     """The namespace as JSON with sorted keys: all but the salt, of which only that there is one."""
-    fields = {
+    fields: dict[str, object] = {
         "name": namespace.name,
         "model": namespace.model,
         "adapter": namespace.adapter,
@@ -183,6 +183,8 @@ def describe(namespace: Namespace) -> bytes:
         "block_tokens": namespace.block_tokens,
         "layout": namespace.layout,
     }
+    if namespace.cold_quantize != "none":
+        fields["cold_quantize"] = namespace.cold_quantize
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tieredkv.core import BlockKey
-from tieredkv.tiers.ledger import CAP, Origin, Rows
+from tieredkv.tiers.ledger import CAP, DISK, ENCODED, Origin, Rows
 from tieredkv.tiers.records import Record, Totals, described
 
 
@@ -23,6 +23,7 @@ class NamespaceUsage:
     salted: bool
     block_tokens: int
     layout: str
+    cold_quantize: str
     blocks: int
     raw_bytes: int
     blob_bytes: int
@@ -32,12 +33,17 @@ class NamespaceUsage:
 
 @dataclass(frozen=True, slots=True)
 class ColdUsage:
-    """What a cold directory holds: bytes of its file, of its pages in use, and its cap."""
+    """What a cold directory holds: bytes of its file, of its pages in use, and its cap. And what
+    went into it since the file was made, but for the last commit of each process: encoded bytes of
+    blocks, and bytes that went to the disk for them, see `core.ColdCounters`.
+    """
 
     file_bytes: int
     live_bytes: int
     cap_bytes: int
     blocks: int
+    encoded_bytes: int
+    disk_bytes: int
     namespaces: tuple[NamespaceUsage, ...]
 
 
@@ -53,7 +59,15 @@ def survey(rows: Rows, file_bytes: int) -> ColdUsage:
         for row in rows.namespaces()
     )
     cap = rows.number(CAP) or 0
-    return ColdUsage(file_bytes, rows.live_bytes(), cap, rows.n_blocks, namespaces)
+    return ColdUsage(
+        file_bytes,
+        rows.live_bytes(),
+        cap,
+        rows.n_blocks,
+        rows.number(ENCODED) or 0,
+        rows.number(DISK) or 0,
+        namespaces,
+    )
 
 
 def _namespace_usage(
@@ -70,6 +84,7 @@ def _namespace_usage(
         **texts,
         salted=bool(fields.get("salted")),
         block_tokens=tokens if isinstance(tokens, int) else 0,
+        cold_quantize=str(fields.get("cold_quantize", "none")),
         blocks=totals.blocks,
         raw_bytes=totals.raw_bytes,
         blob_bytes=totals.blob_bytes,
