@@ -7,12 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import caches
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredkv import keys
+from tieredkv import TieredPromptCache, keys
 from tieredkv.core import Namespace
 
 TOKEN = st.one_of(
@@ -31,7 +32,7 @@ GOLDEN_KEYS = [
     "4969b341120b19ac3441ec4bade1a57d3d0af0dc5a8d639ad08878d65b51d0ff",
 ]
 PROGRAM = """
-from tieredkv import keys
+from tieredkv import TieredPromptCache, keys
 from tieredkv.core import Namespace
 root = keys.namespace_key(Namespace("dir:00", "a", "d", "h", "0/1", b"s", 4, "[]"))
 print(root.hex(), *(k.hex() for k in keys.chain(root, keys.as_tokens([1, 2, 3, -4, 5]), 4).keys))
@@ -126,3 +127,89 @@ def test_the_longest_common_prefix_is_a_neighbour(many: list[list[int]], query: 
     near = [by_order[x] for x in place[max(at - 1, 0) : at + 1]]
     best = max(keys.common_prefix(raw(t), raw(query)) for t in many)
     assert max(keys.common_prefix(raw(t), raw(query)) for t in near) == best
+
+
+ROOTS = [keys.namespace_key(Namespace("m", salt=salt)) for salt in (b"", b"s")]
+# Prompts that share starts of all lengths, and parts further on.
+PROMPTS = st.lists(
+    st.tuples(
+        st.sampled_from(ROOTS),
+        st.sampled_from([2, 4]),
+        st.integers(0, 24),
+        st.lists(st.integers(0, 1), max_size=9),
+    ),
+    max_size=20,
+)
+
+
+@given(PROMPTS, st.integers(1, 3), st.integers(0, 60))
+def test_a_chain_that_goes_on_from_another_is_the_one_hashed_anew(
+    prompts: list[tuple[keys.BlockKey, int, int, list[int]]], n_chains: int, n_tokens: int
+) -> None:
+    """If it failed, state of one prompt, or of one tenant, would be taken for another's."""
+    chains = keys.Chains(n_chains, n_tokens)
+    for root, size, stem, rest in prompts:
+        tokens = keys.as_tokens([*range(stem), *rest])
+        ours, fresh = chains.chain(root, tokens, size), keys.chain(root, tokens, size)
+        assert ours.keys == fresh.keys
+        assert (ours.root, ours.block_tokens) == (root, size)
+        assert np.array_equal(ours.tokens, tokens)
+        assert chains.n_tokens <= n_tokens
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The token strings of all blocks that are hashed."""
+    seen: list[bytes] = []
+    real = keys.block_key
+
+    def counting(parent: keys.BlockKey, tokens: bytes) -> keys.BlockKey:
+        seen.append(tokens)
+        return real(parent, tokens)
+
+    monkeypatch.setattr(keys, "block_key", counting)
+    return seen
+
+
+def test_checkpoints_of_a_prompt_hash_each_full_block_once(hashed: list[bytes]) -> None:
+    """If it failed, a prefill with checkpoints would hash a long prompt again and again."""
+    chains = keys.Chains()
+    tokens = np.arange(42)
+    for n in (41, 8, 16, 24, 42):
+        chains.chain(ROOTS[0], keys.as_tokens(tokens[:n]), 4)
+
+    full = [block for block in hashed if len(block) == 4 * 8]
+    assert len(full) == len(set(full)) == 10
+
+
+def test_prompts_served_together_do_not_push_each_other_out(hashed: list[bytes]) -> None:
+    """If it failed, a batch of prompts would be hashed twice each."""
+    chains = keys.Chains()
+    prompts = [[*range(20), i, i + 1, i + 2, i + 3] for i in range(30, 36)]
+    for prompt in prompts:
+        chains.chain(ROOTS[0], keys.as_tokens(prompt), 4)
+    n = len(hashed)
+    for prompt in prompts:
+        chains.chain(ROOTS[0], keys.as_tokens([*prompt, 7]), 4)
+
+    # The stem once, one block and one tail of each.
+    assert n == 5 + 6
+    assert len(hashed) == n + 6
+
+
+def test_from_fetch_to_insert_each_block_is_hashed_once(hashed: list[bytes]) -> None:
+    """If it failed, each request would pay for the hashing of its prompt at least twice."""
+    cache = TieredPromptCache(block_tokens=4)
+    cache.insert_cache(caches.MODEL, [1, 2], caches.make([1, 2]))
+    hashed.clear()
+
+    prompt, reply = [*range(100, 142)], [7, 8, 9]
+    cache.fetch_nearest_cache(caches.MODEL, prompt)
+    for n in (16, 32, 42):
+        cache.insert_cache(caches.MODEL, prompt[:n], caches.make(prompt[:n]))
+    cache.insert_cache(caches.MODEL, prompt + reply, caches.make(prompt + reply))
+    cache.fetch_nearest_cache(caches.MODEL, [*prompt, *reply, 5])
+
+    full = [block for block in hashed if len(block) == 4 * 8]
+    assert len(full) == len(set(full)) == 11
+    assert cache.stats().hit_tokens_hot == 45

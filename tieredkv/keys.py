@@ -6,6 +6,7 @@ Keys are content addresses: equal in every process, on every machine, for ever.
 from __future__ import annotations
 
 import hashlib
+import threading
 from array import array as Array  # noqa: N812 - as a class
 from collections.abc import Sequence
 from dataclasses import replace
@@ -98,16 +99,87 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     return ids
 
 
-def chain(root: BlockKey, tokens: Tokens, block_tokens: int) -> Chain:
-    """Cut ``tokens`` into blocks and name each by its whole prefix. O(tokens)."""
-    raw = tokens.astype("<i8", copy=False).tobytes()
-    keys: list[BlockKey] = []
-    parent = root
+def chain(
+    root: BlockKey, tokens: Tokens, block_tokens: int, known: Sequence[BlockKey] = ()
+) -> Chain:
+    """Cut ``tokens`` into blocks and name each by its whole prefix. O(tokens).
+
+    ``known`` are the names of the leading full blocks, if the caller has them already.
+    """
+    keys = list(known)
+    rest = tokens[len(keys) * block_tokens :]
+    raw = rest.astype("<i8", copy=False).tobytes()
+    parent = keys[-1] if keys else root
     step = block_tokens * 8
     for start in range(0, len(raw), step):
         parent = block_key(parent, raw[start : start + step])
         keys.append(parent)
     return Chain(root, tokens, block_tokens, tuple(keys))
+
+
+class Chains:
+    """The last few chains, so that a prompt that comes again, or goes on, is hashed from where it
+    was left: on its way from fetch to insert, at each checkpoint, in the next turn.
+
+    A name is used again only if root, block size and all tokens up to its block's end are equal.
+    Any thread may call.
+    """
+
+    def __init__(self, n_chains: int = 8, n_tokens: int = 1 << 20) -> None:
+        """Remember at most so many chains, and tokens of all of them together."""
+        self._n_chains = n_chains
+        self._n_tokens = n_tokens
+        # The latest last.
+        self._known: tuple[Chain, ...] = ()
+        self._lock = threading.Lock()
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens of all chains that are remembered, at 8 bytes each."""
+        return sum(len(known.tokens) for known in self._known)
+
+    def chain(self, root: BlockKey, tokens: Tokens, block_tokens: int) -> Chain:
+        """As `chain`. Keeps ``tokens``, which nobody may write to any more."""
+        if not len(tokens):
+            return chain(root, tokens, block_tokens)
+        names: tuple[BlockKey, ...] = ()
+        nearest: Chain | None = None
+        for known in reversed(self._known):
+            if known.root != root or known.block_tokens != block_tokens:
+                continue
+            shared = _shared_start(known.tokens, tokens, block_tokens)
+            if shared // block_tokens > len(names):
+                names = known.keys[: shared // block_tokens]
+            # None of those known is the start of another, so no other shares more.
+            if shared == min(len(known.tokens), len(tokens)):
+                nearest = known
+                break
+        made = chain(root, tokens, block_tokens, names)
+        is_start = nearest is not None and len(nearest.tokens) > len(tokens)
+        self._remember(nearest if nearest and is_start else made, nearest)
+        return made
+
+    def _remember(self, latest: Chain, replaced: Chain | None) -> None:
+        with self._lock:
+            kept = [known for known in self._known if known is not replaced]
+            kept = [*kept[max(0, len(kept) - self._n_chains + 1) :], latest]
+            while sum(len(known.tokens) for known in kept) > self._n_tokens:
+                del kept[0]
+            self._known = tuple(kept)
+
+
+def _shared_start(a: Tokens, b: Tokens, block_tokens: int) -> int:
+    """Leading tokens that two strings share."""
+    n = min(len(a), len(b))
+    # In ever longer parts: prompts that have little in common show it early.
+    start, stop = 0, min(n, block_tokens)
+    while start < n:
+        differs = a[start:stop] != b[start:stop]
+        first = int(differs.argmax())
+        if differs[first]:
+            return start + first
+        start, stop = stop, min(n, 4 * stop)
+    return n
 
 
 def with_snapshot(chain: Chain) -> Chain:

@@ -184,6 +184,7 @@ class TieredPromptCache:
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
         self._lanes = Lanes()
+        self._chains = keys.Chains()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
         self._fetched: deque[_Fetched] = deque(maxlen=_FETCHED)
@@ -393,6 +394,10 @@ class TieredPromptCache:
             shape = layout.inspect(caches, len(tokens))
             quantized = self._quantized(shape)
             base = self._base(model, _tenant(tokens))
+            known = self._layouts.get(_unsalted(base))
+            if known == shape:
+                # It has its JSON, and all else that takes time to make.
+                shape = known
             namespace = replace(base, layout=shape.to_json())
             chain = self._chain(namespace, keys.as_tokens(tokens))
             self._note_prefill(chain)
@@ -566,7 +571,8 @@ class TieredPromptCache:
         return replace(base, layout=shape.to_json()), shape
 
     def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
-        return keys.chain(keys.namespace_key(namespace), tokens, namespace.block_tokens)
+        root = keys.namespace_key(namespace)
+        return self._chains.chain(root, tokens, namespace.block_tokens)
 
     # ---- faults
 
