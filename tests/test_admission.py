@@ -77,6 +77,16 @@ def test_what_a_prompt_uses_is_written_and_the_rest_is_not(
     assert survives(tmp_path, PROMPT) == 8
 
 
+def test_a_block_of_which_little_is_used_is_not_written(
+    cache: TieredPromptCache, tmp_path: Path
+) -> None:
+    """If it failed, the few tokens that all prompts begin with would have them all written."""
+    insert(cache, PROMPT)
+    assert use(cache, [*PROMPT[:5], 50, 51, 52]) == 5
+
+    assert survives(tmp_path, PROMPT) == 4
+
+
 def test_a_conversation_loses_its_last_turn_only(cache: TieredPromptCache, tmp_path: Path) -> None:
     """If it failed, a restart would cost a conversation more than one turn."""
     turns = [[*range(n)] for n in (9, 21, 33)]

@@ -180,6 +180,28 @@ def test_tools_make_another_prompt(folders: dict[str, Path], tmp_path: Path) -> 
         assert (again.text, again.n_cached) == (with_tools.text, with_tools.n_prompt - 1)
 
 
+# ---- what is kept on disk, and how
+
+
+def test_a_server_that_keeps_what_comes_back_in_eight_bits(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The two flags must reach the cache, and no server without them what was kept with them."""
+    flags = ("--cold-quantize", "q8", "--cold-admit", "reused")
+    kept, once = ([{"role": "user", "content": f"{x}: {LOG}"}] for x in ("kept", "once"))
+    with Local(folders["target"], tmp_path / "cache", *flags) as server:
+        server.chat(once)
+        first = server.chat(kept)
+        assert server.chat(kept).text == first.text
+    assert "are not exact" in caplog.text
+    with Local(folders["target"], tmp_path / "cache", *flags) as server:
+        assert server.chat(kept).n_cached == first.n_prompt - 1
+        # No more than the markers that every prompt begins with.
+        assert server.chat(once).n_cached < 10
+    with Local(folders["target"], tmp_path / "cache") as server:
+        assert server.chat(kept).n_cached == 0
+
+
 # ---- a draft model
 
 

@@ -275,7 +275,7 @@ class TieredStore:
 
     def _submit_used(self, hit: Hit) -> None:
         """Queue what the cold tier lacks of the blocks of a hit, if they are admitted by now."""
-        path = [b.key for b in (*hit.blocks, *filter(None, [hit.snapshot]))]
+        path = [b.key for b in (*_well_used(hit), *filter(None, [hit.snapshot]))]
         path = path[: self._admission.used(path)]
         if not path or not self.cold.cap_bytes:
             return
@@ -378,6 +378,15 @@ class TieredStore:
         self._lose("closed", self.writer.close(_CLOSE_SECONDS))
         self.hot.close()
         self.cold.close()
+
+
+def _well_used(hit: Hit) -> Sequence[Block]:
+    """The blocks of a hit without the last if less than half of it is used: many prompts share just
+    the few tokens that all begin with.
+    """
+    *before, last = hit.blocks
+    used = hit.n_tokens - sum(b.n_tokens for b in before)
+    return hit.blocks if 2 * used >= last.n_tokens else before
 
 
 def _entry(chain: Chain) -> Chain:
