@@ -49,8 +49,8 @@ _ALIGNED = 8
 # Values handled at a time: all that is read and written then stays in a core's own cache.
 _STRIP_VALUES = 1 << 16
 
-# Leaf, heads, tokens, and the tokens' group.
-_Strip = tuple[int, slice, slice, int]
+# Leaves, heads, tokens, and the tokens' group.
+_Strip = tuple[slice, slice, slice, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,19 +186,19 @@ class QuantizingCodec:
         scales = np.empty(grouped, np.uint16)
         offsets = np.empty(grouped, words.dtype)
         limit = _LIMITS[spec.dtype]
-        for leaf, heads, tokens, group in _strips(spec.shape):
-            values = self._values(spec.dtype, words[leaf, heads, tokens])
-            low, high = values.min(axis=1), values.max(axis=1)
+        for leaves, heads, tokens, group in _strips(spec.shape):
+            values = self._values(spec.dtype, words[leaves, heads, tokens])
+            low, high = values.min(axis=2), values.max(axis=2)
             # False as well if there is a NaN.
             if not (low.min() >= -limit and high.max() <= limit):
                 return None
             step = _rounded_up(np.maximum((high - low) / _LEVELS, _LEAST_SCALE))
-            values -= low[:, None]
-            values *= (1 / step)[:, None]
+            values -= low[:, :, None]
+            values *= (1 / step)[:, :, None]
             values += np.float32(0.5)
-            np.copyto(codes[leaf, heads, tokens], values, casting="unsafe")
-            scales[leaf, heads, group] = step.view(np.uint32) >> 16
-            _store(spec.dtype, low, offsets[leaf, heads, group])
+            np.copyto(codes[leaves, heads, tokens], values, casting="unsafe")
+            scales[leaves, heads, group] = step.view(np.uint32) >> 16
+            _store(spec.dtype, low, offsets[leaves, heads, group])
         return [codes, scales, offsets]
 
     def _restore(
@@ -209,13 +209,13 @@ class QuantizingCodec:
         lows: NDArray[np.float32],
         out: NDArray[Any],
     ) -> None:
-        for leaf, heads, tokens, group in _strips(codes.shape):
-            part = codes[leaf, heads, tokens]
+        for leaves, heads, tokens, group in _strips(codes.shape):
+            part = codes[leaves, heads, tokens]
             values = self._floats_like(part)
             np.copyto(values, part)
-            values *= steps[leaf, heads, group, None]
-            values += lows[leaf, heads, group, None]
-            _store(dtype, values, out[leaf, heads, tokens])
+            values *= steps[leaves, heads, group, None]
+            values += lows[leaves, heads, group, None]
+            _store(dtype, values, out[leaves, heads, tokens])
 
     def _values(self, dtype: str, words: NDArray[Any]) -> NDArray[np.float32]:
         """Words as floats, in memory of this thread."""
@@ -304,12 +304,17 @@ def _whole(stored: Sequence[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[
 def _strips(shape: tuple[int, ...]) -> Iterator[_Strip]:
     """All of a tensor in parts, each of one group of tokens."""
     n_leaves, n_heads, n_tokens, width = shape
-    step = max(1, _STRIP_VALUES // (GROUP_TOKENS * width))
-    heads = [slice(i, i + step) for i in range(0, n_heads, step)]
-    groups = range(_n_groups(n_tokens))
-    for leaf, group, some in product(range(n_leaves), groups, heads):
-        start = group * GROUP_TOKENS
-        yield leaf, some, slice(start, start + GROUP_TOKENS), group
+    n_heads_at_once = min(n_heads, max(1, _STRIP_VALUES // (GROUP_TOKENS * width)))
+    n_leaves_at_once = max(1, _STRIP_VALUES // (GROUP_TOKENS * width * n_heads))
+    leaves = _cut(n_leaves, n_leaves_at_once)
+    heads = _cut(n_heads, n_heads_at_once)
+    tokens = _cut(n_tokens, GROUP_TOKENS)
+    for some, (group, run), few in product(leaves, enumerate(tokens), heads):
+        yield some, few, run, group
+
+
+def _cut(n: int, step: int) -> list[slice]:
+    return [slice(i, i + step) for i in range(0, n, step)]
 
 
 def _rounded_up(values: NDArray[np.float32]) -> NDArray[np.float32]:
