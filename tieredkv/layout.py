@@ -33,8 +33,8 @@ from mlx_lm.models.cache import (
 from numpy.typing import NDArray
 
 from tieredkv.core import ITEMSIZE, Block, Hit, Refused, TensorSpec
+from tieredkv.restored import Copiers, Leaf, Prefix
 from tieredkv.restored import KVCache as RestoredKVCache
-from tieredkv.restored import Lanes, Leaf, Prefix
 
 # KVCache grows by this many rows at a time; a restored cache gets at least as many to spare, so
 # that the first decode steps write in place instead of copying everything.
@@ -709,7 +709,7 @@ def fits(layout: Layout, hit: Hit) -> bool:
     return 0 < n_windows == len(hit.windows) and all(w.specs == specs for w in hit.windows)
 
 
-def restore(layout: Layout, hit: Hit, n_prompt: int, lanes: Lanes) -> list[Any]:
+def restore(layout: Layout, hit: Hit, n_prompt: int, copiers: Copiers) -> list[Any]:
     """Private caches that hold the prefix which ``hit`` is.
 
     Rows of sliced layers are copied into memory of their own, with rows to spare for the rest of
@@ -718,7 +718,7 @@ def restore(layout: Layout, hit: Hit, n_prompt: int, lanes: Lanes) -> list[Any]:
     layout: see `fits`.
     """
     n_tokens = hit.n_tokens
-    prefix = _prefix(layout, hit.blocks, n_tokens, n_prompt, lanes)
+    prefix = _prefix(layout, hit.blocks, n_tokens, n_prompt, copiers)
     n_leaves = 0
     state = hit.snapshot
     wholes = _unpack(state) if state else _join_windows(layout, hit.windows, n_tokens)
@@ -735,7 +735,7 @@ def restore(layout: Layout, hit: Hit, n_prompt: int, lanes: Lanes) -> list[Any]:
 
 
 def _prefix(
-    layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int, lanes: Lanes
+    layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int, copiers: Copiers
 ) -> Prefix:
     leaves: dict[int, Leaf] = {}
     for g, (leaf, indices) in enumerate(layout.groups):
@@ -745,7 +745,7 @@ def _prefix(
         for row, i in enumerate(indices):
             leaves[i] = Leaf(_dtype(leaf.dtype), [t[row] for t in tensors])
     spare = SPARE_TOKENS + min(n_prompt - n_tokens, _SPARE_LIMIT)
-    return Prefix([leaves[i] for i in range(len(leaves))], n_tokens, spare, lanes)
+    return Prefix([leaves[i] for i in range(len(leaves))], n_tokens, spare, copiers)
 
 
 def _rows(tensor: Any, spec: TensorSpec) -> NDArray[np.uint8]:

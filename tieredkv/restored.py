@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import cycle
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -22,41 +22,26 @@ from mlx_lm.models import cache as upstream
 from mlx_lm.models.cache import BatchKVCache
 from numpy.typing import NDArray
 
-_MAX_LANES = 4
-# Less than this one core copies before another has woken up.
-_LEAST_BYTES = 1 << 20
+_MAX_THREADS = 4
+# Bytes that are made, and then handed to a thread, at a time: enough to be worth a thread's while,
+# and few enough that it begins soon.
+_BATCH_BYTES = 4 << 20
 
 
-class Lanes:
-    """Cores over which the copies of a restore are spread. Any thread may use them.
+class Copiers:
+    """Threads that copy rows from blocks to where they are restored. Any thread may use them.
 
-    Rows are copied by threads and not by MLX: on the CPU its copy runs at a third of the memory's
-    speed, and unified memory is as near to the cores of a GPU's host.
+    MLX's own copy runs at a third of the memory's speed on the CPU, and unified memory is as near
+    to the cores as to the GPU.
     """
 
     def __init__(self) -> None:
-        device = mx.default_device()
-        self._n = min(_MAX_LANES, os.cpu_count() or 1)
-        # On the CPU, MLX runs all of a stream on one thread; a GPU needs no second one.
-        n_streams = 1 if device.type == mx.gpu else self._n
-        self._more = [mx.new_thread_local_stream(device) for _ in range(n_streams - 1)]
-        self._pool = ThreadPoolExecutor(max(1, self._n - 1), thread_name_prefix="tieredkv-copy")
+        n_threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="tieredkv-copy")
 
-    def streams(self) -> Iterator[Any]:
-        """The streams in turn, without end; the default one is the first."""
-        return cycle([mx.default_stream(mx.default_device()), *self._more])
-
-    def share(self, work: Callable[[int], None], n: int) -> None:
-        """Do ``work(i)``, which runs no mlx op, for each i below ``n``; done when it returns."""
-        futures = [self._pool.submit(_each, work, range(k, n, self._n)) for k in range(1, self._n)]
-        _each(work, range(0, n, self._n))
-        for future in futures:
-            future.result()
-
-
-def _each(work: Callable[[int], None], numbers: range) -> None:
-    for i in numbers:
-        work(i)
+    def start(self, work: Callable[[], None]) -> Future[None]:
+        """Do some work, which runs no mlx op, on one of them."""
+        return self._pool.submit(work)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,11 +70,13 @@ class Prefix:
     Copies get ``n_spare`` rows more, so that the next tokens are written in place.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], n_tokens: int, n_spare: int, lanes: Lanes) -> None:
+    def __init__(
+        self, leaves: Sequence[Leaf], n_tokens: int, n_spare: int, copiers: Copiers
+    ) -> None:
         self.n_tokens = n_tokens
         self._leaves = leaves
         self._n_rows = n_tokens + n_spare
-        self._lanes = lanes
+        self._copiers = copiers
         self._copied: list[mx.array] | None = None
 
     @property
@@ -104,19 +91,30 @@ class Prefix:
 
     def joined(self, first: int, n: int) -> list[mx.array]:
         """``n`` arrays from ``first`` on, shape (1, heads, rows, width), in memory of their own."""
-        leaves = self._leaves[first : first + n]
-        streams = self._lanes.streams()
-        arrays = [self._blank(leaf, stream) for leaf, stream in zip(leaves, streams, strict=False)]
-        mx.eval(arrays)
-        if sum(map(self.n_bytes, range(first, first + n))) < _LEAST_BYTES:
-            _each(lambda i: _fill(arrays[i], leaves[i]), range(n))
-        else:
-            self._lanes.share(lambda i: _fill(arrays[i], leaves[i]), n)
-        return arrays
+        joined: list[mx.array] = []
+        copies: list[Future[None]] = []
+        for numbers in self._batches(first, n):
+            leaves = self._leaves[numbers.start : numbers.stop]
+            arrays = [self._blank(leaf) for leaf in leaves]
+            mx.eval(arrays)
+            # They are filled while the next ones are made.
+            copies.append(self._copiers.start(partial(_fill, arrays, leaves)))
+            joined += arrays
+        for copy_ in copies:
+            copy_.result()
+        return joined
 
-    def _blank(self, leaf: Leaf, stream: Any) -> mx.array:
+    def _batches(self, first: int, n: int) -> Iterator[range]:
+        start, n_bytes = first, 0
+        for i in range(first, first + n):
+            n_bytes += self.n_bytes(i)
+            if n_bytes >= _BATCH_BYTES or i + 1 == first + n:
+                yield range(start, i + 1)
+                start, n_bytes = i + 1, 0
+
+    def _blank(self, leaf: Leaf) -> mx.array:
         width = leaf.row_bytes // leaf.dtype.size
-        return mx.zeros((1, leaf.heads, self._n_rows, width), leaf.dtype, stream=stream)
+        return mx.zeros((1, leaf.heads, self._n_rows, width), leaf.dtype)
 
     def take(self, i: int) -> mx.array:
         """Array ``i`` in memory of its own, evaluated, with the first call together with all
@@ -131,15 +129,17 @@ class Prefix:
         return taken
 
 
-def _fill(array: mx.array, leaf: Leaf) -> None:
-    """Write a leaf's parts into the first rows of an array."""
-    memory: Any = memoryview(array)  # type: ignore[arg-type]  # mlx's stubs don't say that it is one
-    rows = np.frombuffer(memory, np.uint8).reshape(leaf.heads, array.shape[2], leaf.row_bytes)
-    start = 0
-    for part in leaf.parts:
-        stop = start + part.shape[1]
-        rows[:, start:stop] = part
-        start = stop
+def _fill(arrays: Sequence[mx.array], leaves: Sequence[Leaf]) -> None:
+    """Write the parts of each leaf into the first rows of its array."""
+    for array, leaf in zip(arrays, leaves, strict=True):
+        memory: Any = memoryview(array)  # type: ignore[arg-type]  # mlx's stubs lack that it is one
+        shape = (leaf.heads, array.shape[2], leaf.row_bytes)
+        rows = np.frombuffer(memory, np.uint8).reshape(shape)
+        start = 0
+        for part in leaf.parts:
+            stop = start + part.shape[1]
+            rows[:, start:stop] = part
+            start = stop
 
 
 class KVCache(upstream.KVCache):  # type: ignore[misc]  # mlx-lm has no types

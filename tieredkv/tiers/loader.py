@@ -139,16 +139,15 @@ class Loader:
         if not group:
             return []
         self._pool.submit(self._announce, group)
-        specs: list[tuple[TensorSpec, ...]] = []
+        started: list[Future[Any]] = []
         for stored in group:
-            found = self._specs_of(stored)
-            if found is None:
+            specs = self._specs_of(stored)
+            if specs is None:
                 break
-            specs.append(found)
-        keys = [stored.key for stored in group[: len(specs)]]
-        memories = allocate(keys, specs) if keys else []
-        parts = zip(group, specs, memories, strict=False)
-        return [self._pool.submit(self._load_one, *part) for part in parts]
+            # One at a time: making memory takes time, in which the first are decoded.
+            (into,) = allocate([stored.key], [specs])
+            started.append(self._pool.submit(self._load_one, stored, specs, into))
+        return started
 
     def _specs_of(self, stored: Stored) -> tuple[TensorSpec, ...] | None:
         """What a block most likely holds; the first of its kind is read to find out."""
