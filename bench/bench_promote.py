@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,35 +85,23 @@ def opened(stored: Stored) -> Iterator[TieredPromptCache]:
         yield cache
 
 
-def demoted(cache: TieredPromptCache, work: Callable[[TieredPromptCache], None]) -> Work:
-    def run() -> None:
-        cache.trim_to(n_bytes=0)
-        mx.clear_cache()
-        work(cache)
-
-    return run
-
-
 def test_promote_from_a_warm_page_cache(
     benchmark: BenchmarkFixture, stored: Stored, opened: TieredPromptCache
 ) -> None:
     """Against whole-entry files, compressed and not, and a copy of the raw bytes."""
 
-    def fresh(work: Work) -> Work:
-        def run() -> None:
-            mx.clear_cache()
-            work()
-
-        return run
+    def demote() -> None:
+        opened.trim_to(n_bytes=0)
+        mx.clear_cache()
 
     source = np.ones(stored.raw_bytes, np.uint8)
     contestants = {
-        "ours": demoted(opened, stored.from_cold_tier),
-        "zstd-3 safetensors": fresh(stored.from_zstd),
-        "safetensors": fresh(stored.from_safetensors),
+        "ours": partial(stored.from_cold_tier, opened),
+        "zstd-3 safetensors": stored.from_zstd,
+        "safetensors": stored.from_safetensors,
         "memcpy": source.copy,
     }
-    record(benchmark, contestants, rounds=7)
+    record(benchmark, contestants, rounds=7, before=demote)
     benchmark.extra_info["encoded / raw bytes"] = stored.encoded_bytes / stored.raw_bytes
     assert opened.stats().promotes > 0
 

@@ -23,9 +23,9 @@ from mlx_lm.models.cache import (
 from tieredkv import layout
 from tieredkv.core import Block, BlockKey, Hit, Refused
 from tieredkv.layout import Layout
-from tieredkv.restored import Lanes
+from tieredkv.restored import Copiers
 
-LANES = Lanes()
+COPIERS = Copiers()
 DTYPES = [mx.bfloat16, mx.float16, mx.float32, mx.int32, mx.bool_]
 
 
@@ -46,7 +46,7 @@ def test_any_prefix_is_restored_byte_for_byte(dtype: mx.Dtype, n: int) -> None:
     """A cut inside a block, or a row of another leaf, would be another state."""
     tokens = list(range(11))
     shape, blocks = captured(caches.make(tokens, dtype), tokens, 4)
-    restored = layout.restore(shape, Hit(tuple(blocks[: -(-n // 4)]), n, None), 20, LANES)
+    restored = layout.restore(shape, Hit(tuple(blocks[: -(-n // 4)]), n, None), 20, COPIERS)
     assert caches.holds(restored, tokens[:n], dtype)
 
 
@@ -60,7 +60,7 @@ def test_values_may_be_wider_than_keys() -> None:
         )
     shape, blocks = captured(live, list(range(7)), 4)
     assert len(blocks[0].tensors) == 2
-    restored = layout.restore(shape, Hit(tuple(blocks), 7, None), 8, LANES)
+    restored = layout.restore(shape, Hit(tuple(blocks), 7, None), 8, COPIERS)
     for a, b in zip(live, restored, strict=True):
         assert mx.array_equal(a.keys[:, :, :7], b.keys[:, :, :7])
         assert mx.array_equal(a.values[:, :, :7], b.values[:, :, :7])
@@ -76,7 +76,7 @@ def test_decoded_words_and_arrays_may_be_mixed() -> None:
     b = blocks[1]
     mixed = [blocks[0], Block(b.root, b.parent, b.key, b.tokens, b.specs, words)]
     assert caches.holds(
-        layout.restore(shape, Hit(tuple(mixed), 8, None), 9, LANES), tokens, mx.bfloat16
+        layout.restore(shape, Hit(tuple(mixed), 8, None), 9, COPIERS), tokens, mx.bfloat16
     )
 
 
@@ -84,7 +84,7 @@ def test_a_restored_cache_decodes_in_place() -> None:
     """Without rows to spare the first token copies the whole prefix again."""
     tokens = list(range(300))
     shape, blocks = captured(caches.make(tokens), tokens, 256)
-    (cache, _) = layout.restore(shape, Hit(tuple(blocks), 300, None), 301, LANES)
+    (cache, _) = layout.restore(shape, Hit(tuple(blocks), 300, None), 301, COPIERS)
     rows = cache.keys.shape[2]
     for _ in range(layout.SPARE_TOKENS):
         cache.update_and_fetch(mx.zeros((1, 2, 1, 4)), mx.zeros((1, 2, 1, 4)))
@@ -100,7 +100,7 @@ def test_captured_blocks_do_not_see_later_writes() -> None:
         c.keys[...] = 77
         c.values[...] = 77
         mx.eval(c.keys, c.values)
-    assert caches.holds(layout.restore(shape, Hit(tuple(blocks), 4, None), 5, LANES), tokens)
+    assert caches.holds(layout.restore(shape, Hit(tuple(blocks), 4, None), 5, COPIERS), tokens)
 
 
 def test_captured_blocks_do_not_pin_the_cache_they_came_from() -> None:
@@ -122,11 +122,11 @@ def test_two_restores_share_nothing() -> None:
     """One request's tokens would show up in another's state."""
     tokens = list(range(6))
     shape, blocks = captured(caches.make(tokens), tokens, 4)
-    first = layout.restore(shape, Hit(tuple(blocks), 6, None), 7, LANES)
+    first = layout.restore(shape, Hit(tuple(blocks), 6, None), 7, COPIERS)
     for c in first:
         c.keys[...] = 5
         mx.eval(c.keys)
-    assert caches.holds(layout.restore(shape, Hit(tuple(blocks), 6, None), 7, LANES), tokens)
+    assert caches.holds(layout.restore(shape, Hit(tuple(blocks), 6, None), 7, COPIERS), tokens)
 
 
 def filled(kind: str, n: int) -> Any:
@@ -187,7 +187,7 @@ def test_every_class_goes_on_as_if_it_had_never_left(kind: str, n: int) -> None:
     plan = layout.SnapshotPlan(live)
     snapshot = Block(k, k, k, b"", plan.specs(), plan.capture())
     assert [tuple(t.shape) for t in snapshot.tensors] == [s.shape for s in snapshot.specs]
-    (restored,) = layout.restore(shape, Hit((block,), n, snapshot), n + 1, LANES)
+    (restored,) = layout.restore(shape, Hit((block,), n, snapshot), n + 1, COPIERS)
     assert isinstance(restored, type(live[0]))
     assert type(restored).__name__ == type(live[0]).__name__
     for before, after in zip(leaves_of(live[0]), leaves_of(restored), strict=True):
@@ -216,11 +216,11 @@ def test_a_restored_snapshot_is_private() -> None:
     k = BlockKey(b"")
     snapshot = Block(k, k, k, b"", plan.specs(), plan.capture())
     block = Block(k, k, k, bytes(24), (), ())
-    first = layout.restore(shape, Hit((block,), 3, snapshot), 4, LANES)
+    first = layout.restore(shape, Hit((block,), 3, snapshot), 4, COPIERS)
     feed(first[1], 3, 12)
     first[0][0][...] = 7
     mx.eval(first[0][0])
-    again = layout.restore(shape, Hit((block,), 3, snapshot), 4, LANES)
+    again = layout.restore(shape, Hit((block,), 3, snapshot), 4, COPIERS)
     assert mx.array_equal(again[0][0], live[0][0]).item()
     assert again[1].offset == 3
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import caches
@@ -35,7 +36,8 @@ class Disk:
         self.works.set()
         self.condemned: list[BlockKey] = []
         self.faults: list[str] = []
-        self.loader = Loader(PlaneCodec(), self.read, self.condemn, self.fail)
+        self.announced: list[BlockKey] = []
+        self.loader = Loader(PlaneCodec(), self.read, self.announce, self.condemn, self.fail)
 
     def read(self, key: BlockKey, _: Any, out: Any) -> bool:
         self.works.wait()
@@ -43,6 +45,9 @@ class Disk:
             return False
         out[:] = np.frombuffer(BLOBS[key], np.uint8)
         return True
+
+    def announce(self, coming: Sequence[Stored]) -> None:
+        self.announced += [stored.key for stored in coming]
 
     def condemn(self, key: BlockKey, _: str) -> None:
         self.condemned.append(key)
@@ -75,6 +80,43 @@ def test_blocks_come_in_order_and_whole(
         ]
 
 
+def test_the_disk_is_told_what_comes_before_it_is_read(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is asked for a page at a time idles in between."""
+    monkeypatch.setattr(loader, "_AHEAD_BYTES", 1)
+    disk.loader.load(STORED, own_memory)
+    assert disk.announced == [s.key for s in STORED]
+
+
+def test_a_block_unlike_others_of_its_kind_is_decoded_all_the_same(disk: Disk) -> None:
+    """Memory is given for what a block is taken to hold: another may not end up in it."""
+    disk.loader.load(STORED, own_memory)
+    block = BLOCKS[3]
+    specs = tuple(
+        replace(s, shape=(*s.shape[:1], 1, s.shape[1] * s.shape[2], *s.shape[3:]))
+        for s in block.specs
+    )
+    tensors = tuple(t.reshape(s.shape) for t, s in zip(block.tensors, specs, strict=True))
+    other = replace(block, specs=specs, tensors=tensors)
+    blob = PlaneCodec().encode(other)
+    stored = Stored(other.key, record_of(other, len(blob), checksum(blob), 0), 0)
+
+    def read(_key: BlockKey, _record: Any, out: Any) -> bool:
+        out[:] = np.frombuffer(blob, np.uint8)
+        return True
+
+    disk.loader._read = read
+
+    def allocate(_: Any, specs: Sequence[tuple[TensorSpec, ...]]) -> list[Any]:
+        return [layout.blank(s) for s in specs]
+
+    (found,) = disk.loader.load([stored], allocate)
+    assert found.specs == other.specs
+    assert data([found]) == data([other])
+    assert not isinstance(found.tensors[0], mx.array)
+
+
 def test_later_loads_do_not_change_earlier_blocks(disk: Disk) -> None:
     """What was read into is used again for the next."""
     first = disk.loader.load(STORED[:5], own_memory)
@@ -87,8 +129,9 @@ def test_they_are_decoded_into_the_memory_that_is_given(disk: Disk) -> None:
     given: dict[BlockKey, Any] = {}
 
     def allocate(keys: Sequence[BlockKey], specs: Sequence[tuple[TensorSpec, ...]]) -> list[Any]:
-        arrays = [layout.blank(s) for s in specs]
-        given.update(zip(keys[:3], arrays, strict=False))
+        for key, of_block in zip(keys, specs, strict=True):
+            if len(given) < 3:
+                given[key] = layout.blank(of_block)
         return [given.get(key) for key in keys]
 
     found = disk.loader.load(STORED[:5], allocate)
@@ -130,6 +173,6 @@ def test_a_fault_of_a_thread_ends_the_load_before_it(disk: Disk) -> None:
             raise MemoryError
         return disk.read(key, record, out)
 
-    failing = Loader(PlaneCodec(), read, disk.condemn, disk.fail)
+    failing = Loader(PlaneCodec(), read, disk.announce, disk.condemn, disk.fail)
     assert data(failing.load(STORED, own_memory)) == data(BLOCKS[:2])
     assert disk.faults == ["load"]

@@ -30,10 +30,11 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from numpy.typing import NDArray
 
 from tieredkv.core import ITEMSIZE, Block, Hit, Refused, TensorSpec
+from tieredkv.restored import Copiers, Leaf, Prefix
 from tieredkv.restored import KVCache as RestoredKVCache
-from tieredkv.restored import Lanes, Prefix
 
 # KVCache grows by this many rows at a time; a restored cache gets at least as many to spare, so
 # that the first decode steps write in place instead of copying everything.
@@ -713,16 +714,16 @@ def fits(layout: Layout, hit: Hit) -> bool:
     return 0 < n_windows == len(hit.windows) and all(w.specs == specs for w in hit.windows)
 
 
-def restore(layout: Layout, hit: Hit, n_prompt: int, lanes: Lanes) -> list[Any]:
+def restore(layout: Layout, hit: Hit, n_prompt: int, copiers: Copiers) -> list[Any]:
     """Private caches that hold the prefix which ``hit`` is.
 
-    One concatenate per array of a sliced layer into memory of its own, with rows to spare for
-    the rest of a prompt of ``n_prompt`` tokens and the first generated ones; of plain attention
-    not before it is used. What isn't sliced comes from the snapshot or the windows. The hit must
-    fit the layout: see `fits`.
+    Rows of sliced layers are copied into memory of their own, with rows to spare for the rest of
+    a prompt of ``n_prompt`` tokens and the first generated ones; of plain attention not before
+    they are used. What isn't sliced comes from the snapshot or the windows. The hit must fit the
+    layout: see `fits`.
     """
     n_tokens = hit.n_tokens
-    prefix = _prefix(layout, hit.blocks, n_tokens, n_prompt, lanes)
+    prefix = _prefix(layout, hit.blocks, n_tokens, n_prompt, copiers)
     n_leaves = 0
     state = hit.snapshot
     wholes = _unpack(state) if state else _join_windows(layout, hit.windows, n_tokens)
@@ -739,17 +740,23 @@ def restore(layout: Layout, hit: Hit, n_prompt: int, lanes: Lanes) -> list[Any]:
 
 
 def _prefix(
-    layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int, lanes: Lanes
+    layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int, copiers: Copiers
 ) -> Prefix:
-    parts = [b.tensors for b in adopt(blocks)]
-    cut = blocks[-1].n_tokens - (sum(b.n_tokens for b in blocks) - n_tokens)
-    parts[-1] = tuple(t[:, :, :cut] for t in parts[-1])
-    leaves: dict[int, list[mx.array]] = {}
-    for g, (_, rows) in enumerate(layout.groups):
-        for row, i in enumerate(rows):
-            leaves[i] = [part[g][row : row + 1] for part in parts]
+    leaves: dict[int, Leaf] = {}
+    for g, (leaf, indices) in enumerate(layout.groups):
+        tensors = [_rows(b.tensors[g], b.specs[g]) for b in blocks]
+        extra = sum(b.n_tokens for b in blocks) - n_tokens
+        tensors[-1] = tensors[-1][:, :, : blocks[-1].n_tokens - extra]
+        for row, i in enumerate(indices):
+            leaves[i] = Leaf(_dtype(leaf.dtype), [t[row] for t in tensors])
     spare = SPARE_TOKENS + min(n_prompt - n_tokens, _SPARE_LIMIT)
-    return Prefix([leaves[i] for i in range(len(leaves))], n_tokens, spare, lanes)
+    return Prefix([leaves[i] for i in range(len(leaves))], n_tokens, spare, copiers)
+
+
+def _rows(tensor: Any, spec: TensorSpec) -> NDArray[np.uint8]:
+    """A block's tensor as it lies in memory: (leaves, heads, tokens, bytes of a row)."""
+    *shape, width = spec.shape
+    return np.frombuffer(memoryview(tensor), np.uint8).reshape(*shape, width * ITEMSIZE[spec.dtype])
 
 
 def _join_windows(

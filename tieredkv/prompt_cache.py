@@ -44,7 +44,7 @@ from tieredkv.core import (
 )
 from tieredkv.identity import Fingerprints, IdentityChanged
 from tieredkv.layout import Layout, SnapshotPlan
-from tieredkv.restored import Lanes
+from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
 
 _LOG = logging.getLogger("tieredkv")
@@ -183,7 +183,7 @@ class TieredPromptCache:
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
-        self._lanes = Lanes()
+        self._copiers = Copiers()
         self._chains = keys.Chains()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
@@ -339,7 +339,7 @@ class TieredPromptCache:
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
             return self._miss("absent")
-        caches = layout.restore(shape, hit, len(tokens), self._lanes)
+        caches = layout.restore(shape, hit, len(tokens), self._copiers)
         self._note_fetch(namespace, tokens, hit.n_tokens)
         self._store.counters.add("hits")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)

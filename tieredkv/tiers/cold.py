@@ -51,6 +51,7 @@ from tieredkv.tiers.health import finding
 from tieredkv.tiers.ledger import CAP, DISK, ENCODED, Ledger, Node, Origin, Rows
 from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
+from tieredkv.tiers.readahead import announce
 from tieredkv.tiers.records import (
     MAX_PIECES,
     MAX_RAW_BYTES,
@@ -138,7 +139,7 @@ class _Reading:
         self._dropped: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
         self._loader: Loader | None = Loader(
-            codec, self._copy_blob, self._condemn, self._count_fault
+            codec, self._copy_blob, self._announce, self._condemn, self._count_fault
         )
         self._closed = False
 
@@ -340,6 +341,15 @@ class _Reading:
             return False
 
         return self._read(copy, False)
+
+    def _announce(self, coming: Sequence[Stored]) -> None:
+        """Have the disk begin to read blobs."""
+
+        def begin(rows: Rows) -> None:
+            for stored in coming:
+                announce(rows.pieces(stored.key, stored.record))
+
+        self._read(begin, None)
 
     def _condemn(self, key: BlockKey, why: str) -> None:
         """Treat a damaged block as absent from now on; a writer deletes it, to be stored anew."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,12 @@ from tieredkv.core import Allocate, Block, BlockKey, Codec, CorruptBlob, TensorS
 from tieredkv.tiers.ledger import Rows
 from tieredkv.tiers.records import Record
 
-# Encoded bytes that are read ahead of those being decoded.
+# Encoded bytes under way at a time: half of them are decoded, half are read ahead.
 _AHEAD_BYTES = 64 << 20
 # Memory kept from one load for the next, whose page faults cost as much as reading does.
 _KEPT_BYTES = 64 << 20
+# Kinds of blocks of which the specs are kept.
+_MAX_KINDS = 256
 _MAX_THREADS = 4
 # How long the next block may take. Then the disk stalls, and computing is faster.
 STALL_SECONDS = 3.0
@@ -80,6 +83,7 @@ class Loader:
         self,
         codec: Codec,
         read: Callable[[BlockKey, Record, NDArray[np.uint8]], bool],
+        announce: Callable[[Sequence[Stored]], None],
         condemn: Callable[[BlockKey, str], None],
         fail: Callable[[str, BaseException], None],
     ) -> None:
@@ -88,11 +92,13 @@ class Loader:
         Args:
             codec: of the blobs.
             read: copies a blob out; False if it is gone or damaged.
+            announce: is told which blobs are read next, so that the disk may begin.
             condemn: is told of a damaged block, and what is wrong with it.
             fail: is told of another fault, and its kind.
         """
         self._codec = codec
         self._read = read
+        self._announce = announce
         self._condemn = condemn
         self._fail = fail
         self._memory = _Memory()
@@ -100,6 +106,9 @@ class Loader:
             min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="tieredkv-load"
         )
         self._stalled: Future[Any] | None = None
+        # Blocks of one namespace with as many tokens and bytes are alike, but for snapshots of
+        # unlike layouts: what was seen says where the next one is to be decoded to.
+        self._specs: dict[tuple[BlockKey, int, int], tuple[TensorSpec, ...]] = {}
 
     def load(self, wanted: Sequence[Stored], allocate: Allocate) -> list[Block]:
         """The leading blocks of ``wanted`` that could be read and decoded, in order.
@@ -112,17 +121,47 @@ class Loader:
             return []
         blocks: list[Block] = []
         groups = list(_groups(wanted))
-        reads = [self._pool.submit(self._fetch, s) for s in groups[0]] if groups else []
-        for after in [*groups[1:], []]:
-            fetched = self._leading(reads)
-            is_short = len(fetched) < len(reads)
-            if not is_short:
-                reads = [self._pool.submit(self._fetch, s) for s in after]
-            decoded = self._decoded(fetched, allocate)
-            blocks += decoded
-            if is_short or len(decoded) < len(fetched):
+        started = self._start(groups[0], allocate) if groups else []
+        for group, after in pairwise([*groups, []]):
+            under_way = started
+            # The next group is on its way while this one is waited for.
+            started = self._start(after, allocate) if len(under_way) == len(group) else []
+            found = self._leading(under_way)
+            blocks += found
+            if len(found) < len(group):
+                for future in started:
+                    future.cancel()
                 break
         return blocks
+
+    def _start(self, group: Sequence[Stored], allocate: Allocate) -> list[Future[Any]]:
+        """Begin to load the leading blocks of a group of which it is known what they hold."""
+        if not group:
+            return []
+        self._pool.submit(self._announce, group)
+        started: list[Future[Any]] = []
+        for stored in group:
+            specs = self._specs_of(stored)
+            if specs is None:
+                break
+            # One at a time: making memory takes time, in which the first are decoded.
+            (into,) = allocate([stored.key], [specs])
+            started.append(self._pool.submit(self._load_one, stored, specs, into))
+        return started
+
+    def _specs_of(self, stored: Stored) -> tuple[TensorSpec, ...] | None:
+        """What a block most likely holds; the first of its kind is read to find out."""
+        record = stored.record
+        kind = (record.root, len(record.tokens), record.raw_bytes)
+        if kind in self._specs:
+            return self._specs[kind]
+        for fetched in self._leading([self._pool.submit(self._fetch, stored)]):
+            if len(self._specs) >= _MAX_KINDS:
+                self._specs.clear()
+            self._memory.give(fetched.memory)
+            self._specs[kind] = fetched.parsed.specs
+            return self._specs[kind]
+        return None
 
     def _leading(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Results up to the first that failed or that doesn't come."""
@@ -144,16 +183,14 @@ class Loader:
             future.cancel()
         return found
 
-    def _decoded(self, fetched: Sequence[_Fetched], allocate: Allocate) -> list[Block]:
-        if not fetched:
-            return []
-        keys = [f.stored.key for f in fetched]
-        memories = allocate(keys, [f.parsed.specs for f in fetched])
-        if len(fetched) == 1:
-            block = self._decode(fetched[0], memories[0])
-            return [block] if block else []
-        pairs = zip(fetched, memories, strict=True)
-        return self._leading([self._pool.submit(self._decode, f, m) for f, m in pairs])
+    def _load_one(
+        self, stored: Stored, specs: Sequence[TensorSpec], into: Sequence[Any] | None
+    ) -> Block | None:
+        """A block, in the memory that was given for what it was taken to hold."""
+        fetched = self._fetch(stored)
+        if fetched is None:
+            return None
+        return self._decode(fetched, into if fetched.parsed.specs == specs else None)
 
     def _fetch(self, stored: Stored) -> _Fetched | None:
         key, record = stored.key, stored.record
