@@ -21,7 +21,7 @@ LAYERS = (
     ("core",),
     ("keys", "metrics", "pace", "units"),
     ("restored",),
-    ("identity", "codec", "policy", "layout"),
+    ("identity", "codec", "policy", "hazard", "layout"),
     ("tiers.gate", "tiers.health", "tiers.records", "tiers.stamp"),
     ("tiers.ledger", "tiers.swap"),
     ("tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
