@@ -75,6 +75,8 @@ _CLASS_WEIGHT = 20.0
 _POOL_WEIGHT = 20.0
 _POOL_HAZARD = 0.15 / _PER_OCTAVE
 _POOL_FALL = 0.7
+# Of the first bin, which is wider for its age than the next: as likely for each tick at least.
+_FIRST_BIN = float(_WIDTHS[0] / _WIDTHS[1])
 _MAX_HAZARD = 0.98
 # What is believed of a block that four prompts or more share, whatever the pool does: it has to
 # outlive a burst of prompts that never come again, before it was ever seen idle for so long.
@@ -423,12 +425,12 @@ def hazards(counters: Counters, now: int) -> Floats:
     returns = _smooth(counters.returns.astype(np.float64))
     at_risk = _smooth(_exposures(counters, now))
     pool = np.empty(BINS)
-    believed = _POOL_HAZARD
+    believed = _POOL_HAZARD * _FIRST_BIN
     for b in range(BINS):
         pool[b] = (returns[:, b].sum() + _POOL_WEIGHT * believed) / (
             at_risk[:, b].sum() + _POOL_WEIGHT
         )
-        believed = pool[b] * _POOL_FALL
+        believed = pool[b] * _POOL_FALL / (1 if b else _FIRST_BIN)
     # A class differs from the pool first by a factor, then, as far as its counts say, in shape.
     expected = at_risk @ pool
     factor = (returns.sum(axis=1) + _CLASS_WEIGHT) / (expected + _CLASS_WEIGHT)

@@ -35,6 +35,8 @@ _T = TypeVar("_T")
 _BATCH_BYTES = 32 << 20
 # Rows changed in one transaction: LMDB counts the pages.
 _BATCH_ROWS = 10_000
+# Room for rows that are written anew, of a small store.
+_ROWS_BYTES = 1 << 20
 # So little can be copied while all writers wait.
 _LITTLE_BYTES = 32 << 20
 # Against writers that are faster than the copy: it ends all the same.
@@ -179,7 +181,7 @@ def _room(survey: _Survey, directory: Path) -> int:
         raise ColdTierUnavailable(
             f"{directory} needs {needed} bytes of free disk to be made anew, there are {free}"
         )
-    return max(survey.cap, survey.live_bytes + survey.live_bytes // 8)
+    return max(survey.cap, survey.live_bytes + survey.live_bytes // 8 + _ROWS_BYTES)
 
 
 def _survey(rows: Rows) -> _Survey:
