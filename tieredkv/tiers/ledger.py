@@ -320,11 +320,20 @@ class Ledger(Rows):
         self._added = 0
         self._n_added = 0
         self._n_ghosts_added = 0
+        # As they are now, of blocks that were looked at: a block's parent is, again and again.
+        self._uses: dict[bytes, Use] = {}
         self._counted: Counters | None = None
         self._choice: Choice[BlockKey] | None = None
         self._spared: Container[BlockKey] = ()
         # Shelves of which the choice has yet to be told that they changed.
         self._stirred: set[int] = set()
+
+    def use(self, key: bytes) -> Use:
+        """See `Rows.use`."""
+        found = self._uses.get(key)
+        if found is None:
+            found = self._uses[key] = super().use(key)
+        return found
 
     def set_number(self, name: bytes, value: int) -> None:
         """Write a value of ``meta``."""
@@ -501,6 +510,7 @@ class Ledger(Rows):
             self._txn.delete(piece_key(key, number), db=self._dbs.blob)
         self._txn.delete(key, db=self._dbs.index)
         self._txn.delete(key, db=self._dbs.use)
+        self._uses.pop(key, None)
         self._txn.delete(order_key(use, key), db=self._dbs.order)
         self._stirred.add(use.shelf)
         for row in child_rows(record.parent, key, record.tokens):
@@ -582,6 +592,7 @@ class Ledger(Rows):
                 self._txn.put(wanted, b"", db=self._dbs.order)
                 self._stirred.add(wanted[0])
         self._txn.put(key, new.pack(), db=self._dbs.use)
+        self._uses[key] = new
 
     def _orphaned_by(self, parent: bytes, child: Use) -> None:
         use = self.use(parent)
