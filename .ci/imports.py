@@ -21,7 +21,7 @@ LAYERS = (
     ("core",),
     ("admission", "keys", "metrics", "pace", "units"),
     ("restored",),
-    ("identity", "codec", "policy", "layout"),
+    ("identity", "codec", "policy", "hazard", "layout"),
     ("quantize",),
     (
         "tiers.gate",

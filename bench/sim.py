@@ -18,8 +18,7 @@ Figures, for each policy and capacity:
 
 Policies:
 
-    default       what the tiers ship: the leaf used least recently
-    hazard        a candidate that learns when leaves return: ``bench.hazard``
+    default       what the tiers ship, which learns when leaves return: ``tieredkv.hazard``
     untried       the same without the trial against leaf-lru
     leaf-lru      the leaf used least recently
     whole-lru     whole prompts, nothing shared, the one used least recently
@@ -42,7 +41,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
-from bench import hazard
+from tieredkv import hazard
 
 CAPACITIES = (0.01, 0.03, 0.1, 0.3)
 PROGRESS_SECONDS = 5.0
@@ -400,128 +399,95 @@ class Clairvoyant(Ranked):
 
 
 class Learning(Tree):
-    """``tieredkv.hazard`` as a tier uses it: standings of blocks, leaves on shelves, ghosts."""
+    """The policy of the tiers, ``tieredkv.hazard``, with blocks that all have one size."""
 
-    # Ticks in a block. Every request takes one tick more, so that no two uses are at one time.
+    # Ticks in a block. Every use takes one more, so that no two are at one time.
     _BLOCK_TICKS = 1 << 10
-    _REQUESTS_PER_TABLE = 64
-    _GHOSTS_PER_BLOCK = 8
 
     def __init__(self, room: int, block_tokens: int, trial: hazard.Trial[int] | None) -> None:
         super().__init__(room)
         self._block_tokens = block_tokens
-        self._span = room * self._BLOCK_TICKS
         self._now = 0
-        self._n_served = 0
         self._standings: dict[int, hazard.Standing] = {}
         self._leaves: hazard.Shelves[int] = hazard.Shelves()
         self._ghosts: hazard.Ghosts[int] = hazard.Ghosts()
-        self._counters = hazard.Counters(self._span)
-        self._table = hazard.Table.learned(self._counters, 0)
-        self._by_age = hazard.Table.by_age(self._span)
-        self._trial = trial
+        self._counters = hazard.Counters(room * self._BLOCK_TICKS)
+        self._judge: hazard.Judge[int] = hazard.Judge(trial)
 
     def serve(self, request: Request) -> int:
         """See `Cache.serve`."""
         path = request.path[: self.room]
-        self._now += 1
         matched = self.match(path)
         if matched:
             block = path[matched - 1]
-            self._stand(block, hazard.touch(self._standings[block], self._now, self._counters))
-        if matched < len(path):
-            self._add(path, matched, min(request.n_whole, len(path)))
-        if self._trial is not None:
-            self._trial.saw(path, matched, len(self.parents))
-        self._evict(frozenset(path))
-        self._n_served += 1
-        if not self._n_served % self._REQUESTS_PER_TABLE:
-            self._table = hazard.Table.learned(self._counters, self._now)
-            self._ghosts.trim(
-                self._GHOSTS_PER_BLOCK * self.room, self._now - hazard.HORIZON * self._span
-            )
+            self._now += 1
+            used = hazard.touch(self._standings[block], self._now, self._counters)
+            self.stand(block, used)
+        self._judge.saw(path, matched, max(1, len(self.parents)))
+        self._evict(len(path) - matched, frozenset(path))
+        for i in range(matched, len(path)):
+            self._add(path, i, hazard.BLOCK if i < request.n_whole else hazard.TAIL)
         return matched
 
-    def _stand(self, block: int, standing: hazard.Standing) -> None:
-        """Give a block that is here a standing, and its place if it is a leaf."""
+    def standing(self, block: int) -> hazard.Standing:
+        """See `hazard.Places.standing`."""
+        return self._standings[block]
+
+    def stand(self, block: int, standing: hazard.Standing) -> None:
+        """See `hazard.Places.stand`."""
         if self.is_leaf(block):
             old = self._standings[block]
             self._leaves.remove(old.of_class, old.last, block)
             self._leaves.add(standing.of_class, standing.last, block)
         self._standings[block] = standing
 
-    def _add(self, path: Sequence[int], matched: int, n_whole: int) -> None:
-        now, counters = self._now, self._counters
-        ghost, below = self._recalled(path, matched, n_whole)
-        above = path[matched - 1] if matched else None
-        parent = None if above is None else self._standings[above]
-        if matched < n_whole:
-            n_tokens = (n_whole - below) * self._block_tokens
-            if ghost is None:
-                parent, end = hazard.extend(parent, n_tokens, now, counters)
-            else:
-                parent, end = hazard.recall(parent, ghost, n_tokens, now, counters)
-            inner = hazard.inner(end)
-            self._standings.update(dict.fromkeys(path[matched : n_whole - 1], inner))
-            self._standings[path[n_whole - 1]] = end
-        if above is not None and parent is not None:
-            self._stand(above, parent)
-            if self.is_leaf(above):
-                self._leaves.remove(parent.of_class, parent.last, above)
-        if n_whole < len(path):
-            self._standings[path[-1]] = hazard.hang(hazard.TAIL, now, counters)
-        self.place(path, matched)
-        last = self._standings[path[-1]]
-        self._leaves.add(last.of_class, last.last, path[-1])
-        self._now += (len(path) - matched) * self._BLOCK_TICKS
+    def parent(self, block: int) -> int | None:
+        """See `hazard.Places.parent`."""
+        return self.parents[block]
 
-    def _recalled(
-        self, path: Sequence[int], matched: int, n_whole: int
-    ) -> tuple[hazard.Standing | None, int]:
-        """The ghost of the deepest whole block that had left, and how many blocks lead to it."""
-        deepest, below = None, matched
-        for i in range(matched, len(path)):
-            ghost = self._ghosts.pop(path[i])
-            if ghost is None:
-                continue
-            hazard.count_return(ghost, self._now, self._counters)
-            if i < n_whole:
-                deepest, below = ghost, i + 1
-        return deepest, below
+    def _add(self, path: Sequence[int], i: int, kind: int) -> None:
+        block = path[i]
+        above = path[i - 1] if i else None
+        ghost = self._ghosts.pop(block)
+        new = hazard.arrive(self, above, kind, self._block_tokens, ghost, self._now, self._counters)
+        if above is not None and self.is_leaf(above):
+            old = self._standings[above]
+            self._leaves.remove(old.of_class, old.last, above)
+        self.place(path[: i + 1], i)
+        self._standings[block] = new
+        self._leaves.add(new.of_class, new.last, block)
+        self._now += self._BLOCK_TICKS
 
-    def _evict(self, spared: frozenset[int]) -> None:
-        if len(self.parents) <= self.room:
+    def _evict(self, n_new: int, spared: frozenset[int]) -> None:
+        excess = len(self.parents) + n_new - self.room
+        if excess <= 0:
             return
-        lost = self._trial is not None and self._trial.is_lost
-        table = self._by_age if lost else self._table
+        table = self._judge.table(self._counters, self._now)
         choice = hazard.Choice(self._leaves, table, self._now, spared)
-        while len(self.parents) > self.room:
+        for _ in range(excess):
             block = choice.first()
             if block is None:
-                return
-            gone = self._standings.pop(block)
-            self._leaves.remove(gone.of_class, gone.last, block)
-            self._ghosts.add(block, gone, self._now)
-            self._leave(block, gone, choice)
+                break
+            self._leave(block, choice)
+        self._ghosts.trim(self._counters, self._now, self.room)
 
-    def _leave(self, block: int, gone: hazard.Standing, choice: hazard.Choice[int]) -> None:
+    def _leave(self, block: int, choice: hazard.Choice[int]) -> None:
+        gone = self._standings.pop(block)
+        self._leaves.remove(gone.of_class, gone.last, block)
+        self._ghosts.add(block, gone, self._now)
         parent = self.parents[block]
         orphan = self.unlink(block)
         if parent is not None:
-            self._standings[parent] = hazard.inherit(self._standings[parent], gone, self._counters)
-        if orphan is None:
-            choice.changed(gone.of_class)
-            return
-        new = self._standings[orphan]
-        self._leaves.add(new.of_class, new.last, orphan)
-        if (new.of_class, new.last) == (gone.of_class, gone.last):
-            choice.replaced(new.of_class, new.last, orphan)
-            return
-        choice.changed(gone.of_class)
-        choice.changed(new.of_class)
+            heir = hazard.inherit(self._standings[parent], gone, self._counters)
+            self._standings[parent] = heir
+            if orphan is not None:
+                self._leaves.add(heir.of_class, heir.last, orphan)
+                choice.left(gone.of_class, gone.last, (heir.of_class, heir.last, orphan))
+                return
+        choice.left(gone.of_class, gone.last, None)
 
 
-def _hazard(room: int, trace: Trace) -> Cache:
+def _default(room: int, trace: Trace) -> Cache:
     return Learning(room, trace.block_tokens, hazard.Trial())
 
 
@@ -530,8 +496,7 @@ def _untried(room: int, trace: Trace) -> Cache:
 
 
 POLICIES: dict[str, Callable[[int, Trace], Cache]] = {
-    "default": lambda room, _trace: LeafLru(room),
-    "hazard": _hazard,
+    "default": _default,
     "untried": _untried,
     "leaf-lru": lambda room, _trace: LeafLru(room),
     "whole-lru": lambda room, _trace: WholeLru(room),

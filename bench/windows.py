@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,7 +162,7 @@ class Tier:
         if not heads:
             return False
         uses = {grade: self._last[key] for grade, key in heads.items()}
-        self._remove(heads[policy.first_to_leave(uses, self._clock)])
+        self._remove(heads[_first_to_leave(uses, self._clock)])
         return True
 
     def _remove(self, key: Key) -> None:
@@ -176,6 +176,11 @@ class Tier:
         if not self._children[parent]:
             # It leaves in its turn; its own use, if older, would put it first, which is right too.
             self._leaves.setdefault(self._nodes[parent][2], OrderedDict())[parent] = None
+
+
+def _first_to_leave(last_uses: Mapping[int, int], now: int) -> int:
+    """Of the grades' oldest leaves, by their last use, the grade of that which leaves first."""
+    return max(last_uses, key=lambda g: ((now - last_uses[g]) << g, g))
 
 
 def replay(paths: Sequence[Sequence[int]], model: Model, kept: str, share: float) -> float:

@@ -113,7 +113,7 @@ def described(
     if isinstance(offsets, tuple) and len(offsets) == 2:
         size = int(offsets[1] - offsets[0])
     return {
-        "__metadata__": {"format": "tieredkv-block", "tensors": text, "version": "2"},
+        "__metadata__": {"format": "tieredkv-block", "tensors": text, "version": "3"},
         "0.0": {"dtype": "U8", "shape": [size], "data_offsets": offsets},
         **more,
     }
@@ -537,7 +537,7 @@ HOSTILE: dict[str, tuple[bytes, int]] = {
     "tensors are no list": (forge({"__metadata__": {"tensors": "{}"}}), 0),
     "a tensor is no object": (forge({"__metadata__": {"tensors": "[1]"}}), 0),
     "unknown format": (forge(compact(described()).replace("tieredkv", "other"), bytes(12)), 12),
-    "unknown version": (forge(compact(described()).replace('"2"', '"1"'), bytes(12)), 12),
+    "unknown version": (forge(compact(described()).replace('"3"', '"1"'), bytes(12)), 12),
     "spaces": (forge(json.dumps(described()), bytes(12)), 12),
     "padding of 16": (
         forge(compact(described()) + " " * 9, bytes(12)),

@@ -39,6 +39,7 @@ from tieredkv.core import (
     Partial,
     Tier,
 )
+from tieredkv.hazard import TAIL, Standing
 from tieredkv.tiers import environment, health, ledger
 from tieredkv.tiers.cold import ColdReader, ColdTier
 from tieredkv.tiers.environment import map_bytes
@@ -47,10 +48,12 @@ from tieredkv.tiers.ledger import DATABASES, Databases, Rows
 from tieredkv.tiers.records import (
     MAX_RAW_BYTES,
     PIECE_BYTES,
+    Ghost,
     Record,
     Totals,
     Use,
     child_rows,
+    left_key,
     order_key,
     pack_namespace,
     piece_key,
@@ -85,7 +88,7 @@ def edit(folder, program):
     """Change the store from a process of its own: LMDB can't be opened twice in one."""
     code = (
         "import sys, lmdb\n"
-        "env = lmdb.open(sys.argv[1], max_dbs=8, map_size=1 << 30)\n"
+        "env = lmdb.open(sys.argv[1], max_dbs=16, map_size=1 << 30)\n"
         "with env.begin() as txn: names = [name for name, _ in txn.cursor()]\n"
         "db = {name: env.open_db(name, create=False) for name in names}\n"
         f"{program}\nenv.close()\n"
@@ -289,7 +292,7 @@ def test_thousands_of_siblings_cost_a_few_steps(folder):
     for query in queries:
         assert tier.nearest(stored[0].root, query).n_tokens == brute_force(stored, query)
     tier.close()
-    with lmdb.open(str(folder), readonly=True, max_dbs=8) as env:
+    with lmdb.open(str(folder), readonly=True, max_dbs=16) as env:
         dbs = Databases(**{name: env.open_db(name.encode(), create=False) for name in DATABASES})
         with env.begin() as txn:
             counted = CountedTxn(txn)
@@ -443,7 +446,7 @@ def test_a_lower_cap_evicts_in_bounded_steps_and_says_so(folder, caplog, monkeyp
     monkeypatch.setattr("tieredkv.tiers.cold._MAX_EVICTED_BYTES", 4 << 20)
     with caplog.at_level(logging.WARNING, "tieredkv"):
         tier = ColdTier(folder, 32 << 20, PlainCodec())
-    assert "evict the least recently used" in caplog.text
+    assert "evict the blocks of least worth" in caplog.text
     before = tier.counters().evictions
     steps = []
     for first in range(0, 60, 4):
@@ -859,8 +862,8 @@ def test_a_damaged_subtree_is_deleted_in_bounded_steps(folder, monkeypatch):
 def test_a_parent_inherits_the_use_of_a_damaged_leaf(folder):
     """If this failed, losing a damaged block would make its whole chain the next to go."""
     tier = ColdTier(folder, CAP, PlainCodec())
-    tier.put(blocks(range(8), n_bytes=3000))
-    tier.put(blocks(range(50, 54), n_bytes=3000))
+    tier.put(blocks(range(8), n_bytes=70_000))
+    tier.put(blocks(range(50, 54), n_bytes=70_000))
     c = chain(range(8))
     tier.touch([c.keys[1]])
     tier.close()
@@ -1090,8 +1093,8 @@ def test_a_record_is_these_bytes():
     )
     packed = record.pack()
     assert packed.hex() == (
-        "1eba1d73"
-        "02000000" + "72" * 32 + "70" * 32 + "63" * 16 + "02000000" + "02000000"
+        "0ec0780e"
+        "03000000" + "72" * 32 + "70" * 32 + "63" * 16 + "02000000" + "02000000"
         "e803000000000000" + "e9ff000000000000" + "0201000000000000"
         "0100000000000000" + "feffffffffffffff"
     )
@@ -1131,8 +1134,16 @@ def test_sizes_out_of_bounds_are_refused_even_with_a_right_crc(change):
 def test_small_rows_are_these_bytes():
     """If this failed, stores written by an earlier version would be unreadable."""
     key = bytes(range(32))
-    assert Use(258, 3, 4, 5).pack().hex() == "0201000000000000030000000400000005000000"
-    assert order_key(Use(258, grade=3), key) == bytes.fromhex("030000000000000102") + key
+    standing = Standing(258, TAIL, turn=3, fresh=4, refs=5, branches=6, awaited=True)
+    packed = "0201000000000000" + "03000000" + "04000000" + "05000000" + "06000000" + "01010000"
+    use = Use(standing, used=7, children=8, grade=3)
+    assert use.pack().hex() == packed + "0700000000000000" + "08000000" + "03000000"
+    assert Use.unpack(use.pack()) == use
+    assert order_key(use, key) == bytes.fromhex("3c" + "0000000000000102") + key
+    ghost = Ghost(9, standing)
+    assert ghost.pack().hex() == "0900000000000000" + packed
+    assert Ghost.unpack(ghost.pack()) == ghost
+    assert left_key(258, key) == bytes.fromhex("0000000000000102") + key
     assert piece_key(key, 258) == key + b"\x01\x02"
     assert pack_namespace(Totals(1, 2, 3), key, b"{}") == (
         bytes.fromhex("010000000000000002000000000000000300000000000000") + key + b"{}"
@@ -1166,10 +1177,10 @@ def test_a_thousand_records_digest_as_ever():
         ids = [dice.randrange(-(1 << 60), 1 << 60) >> dice.randrange(60) for _ in range(1 + i % 9)]
         block = blocks(ids)[0]
         record = Record(block.root, block.parent, block.tokens, i, i + 1, bytes(16), i)
-        digest.update(block.key + record.pack() + order_key(Use(i), block.key))
+        digest.update(block.key + record.pack() + order_key(Use(Standing(i)), block.key))
         for row in child_rows(block.parent, block.key, block.tokens):
             digest.update(row)
-    assert digest.hexdigest() == "b1fd616fe96e521f1c49e30d167037b5"
+    assert digest.hexdigest() == "5248e22f78274f83c2df5b567d55f6c5"
 
 
 def test_the_description_of_a_namespace_is_this_json(folder):
@@ -1178,7 +1189,7 @@ def test_the_description_of_a_namespace_is_this_json(folder):
     tier.register(replace(NAMESPACE, salt=b"s"))
     tier.put(blocks_of(chain(range(4), replace(NAMESPACE, salt=b"s"))))
     tier.close()
-    with lmdb.open(str(folder), readonly=True, max_dbs=8) as env:
+    with lmdb.open(str(folder), readonly=True, max_dbs=16) as env:
         db = env.open_db(b"namespace", create=False)
         with env.begin() as txn:
             ((root, data),) = list(txn.cursor(db))

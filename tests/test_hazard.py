@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import hazard
-from bench.hazard import BLOCK, CLASSES, STATE, TAIL, Choice, Counters, Shelves, Standing, Table
-from tieredkv import policy
+from tieredkv import hazard
 from tieredkv.core import GRADES
+from tieredkv.hazard import BLOCK, CLASSES, STATE, TAIL, Choice, Counters, Shelves, Standing, Table
 
 SPAN = 1000
 
@@ -54,6 +53,36 @@ def _count(counters: Counters, event: tuple[int, int, int | None]) -> None:
         counters.end(of_class, start, end)
 
 
+class _Chain:
+    """A chain of blocks as a tier has it, added and used one after another."""
+
+    def __init__(self) -> None:
+        self.counters = Counters(SPAN)
+        self.standings: list[Standing] = []
+
+    def standing(self, key: int) -> Standing:
+        return self.standings[key]
+
+    def stand(self, key: int, standing: Standing) -> None:
+        self.standings[key] = standing
+
+    def parent(self, key: int) -> int | None:
+        return key - 1 if key else None
+
+    def add(self, now: int, n_tokens: int = 512, ghost: Standing | None = None) -> None:
+        above = len(self.standings) - 1 if self.standings else None
+        new = hazard.arrive(self, above, BLOCK, n_tokens, ghost, now, self.counters)
+        self.standings.append(new)
+
+    def touch(self, key: int, now: int) -> None:
+        self.standings[key] = hazard.touch(self.standings[key], now, self.counters)
+
+    def evict(self) -> Standing:
+        gone = self.standings.pop()
+        self.standings[-1] = hazard.inherit(self.standings[-1], gone, self.counters)
+        return gone
+
+
 def _leaves(rows: list[tuple[int, int]]) -> Shelves[int]:
     leaves: Shelves[int] = Shelves()
     for key, (shelf, last) in enumerate(rows):
@@ -83,50 +112,81 @@ def test_every_standing_has_a_shelf_in_one_byte(standing: Standing, grade: int) 
 
 def test_each_request_that_goes_on_at_the_end_of_a_chain_is_a_turn() -> None:
     """Otherwise conversations would be taken for prompts that part, and never be kept longer."""
-    counters = Counters(SPAN)
-    _, end = hazard.extend(None, 2048, 1, counters)
+    chain = _Chain()
+    chain.add(1)
     for turn in range(2, 7):
-        used = hazard.touch(end, turn, counters)
-        _, end = hazard.extend(used, 512, turn, counters)
+        chain.touch(-1, turn)
+        chain.add(turn)
+        end = chain.standings[-1]
         assert (end.turn, end.fresh, end.branches) == (turn, 512, 0)
 
 
 def test_blocks_that_one_request_adds_in_steps_are_one_turn() -> None:
     """Otherwise checkpoints of a prefill would look like turns."""
-    counters = Counters(SPAN)
-    _, end = hazard.extend(None, 2048, 1, counters)
-    parent, end = hazard.extend(end, 1024, 2, counters)
+    chain = _Chain()
+    for now in range(6):
+        chain.add(now)
+    end = chain.standings[-1]
     assert (end.turn, end.fresh) == (1, 3072)
-    assert parent is not None
-    assert not parent.awaited
-    assert counters.waiting.sum() == 1
+    assert [s.awaited for s in chain.standings] == 5 * [False] + [True]
+    assert chain.counters.waiting.sum() == 1
+
+
+def test_a_block_that_is_put_again_is_no_other_turn() -> None:
+    """Otherwise the insert at the end of a request would count as the next one."""
+    chain = _Chain()
+    chain.add(1)
+    again = hazard.renew(chain.standings[0], 9, chain.counters)
+    assert again == replace(chain.standings[0], last=9)
+    assert chain.counters.returns.sum() == 0
+    assert chain.counters.waiting.sum() == 1
 
 
 def test_a_block_where_prompts_part_is_shared_and_what_follows_it_new() -> None:
     """Otherwise a system prompt would be one more turn of each prompt below it."""
-    counters = Counters(SPAN)
-    _, end = hazard.extend(None, 2048, 1, counters)
-    middle = hazard.inner(end)
-    used = hazard.touch(middle, 2, counters)
-    parted, end = hazard.extend(used, 512, 2, counters)
-    assert parted is not None
+    chain = _Chain()
+    for now in (1, 2):
+        chain.add(now)
+    chain.touch(0, 3)
+    del chain.standings[1:]
+    chain.add(4)
+    parted, end = chain.standings
     assert (parted.branches, parted.refs, parted.awaited) == (1, 1, True)
     assert (end.turn, end.branches) == (1, 0)
 
 
-def test_a_chain_whose_end_had_left_goes_on_with_its_next_turn() -> None:
-    """Otherwise a conversation that lost a block would start anew, and its rest look shared."""
-    counters = Counters(SPAN)
-    _, end = hazard.extend(None, 2048, 1, counters)
-    rest = hazard.inherit(hazard.inner(end), end, counters)
-    used = hazard.touch(rest, 500, counters)
-    hazard.count_return(end, 500, counters)
-    parent, again = hazard.recall(used, end, 512, 500, counters)
+@pytest.mark.parametrize("n_lost", [1, 2, 4])
+def test_a_chain_whose_end_had_left_goes_on_with_its_next_turn(n_lost: int) -> None:
+    """Otherwise a conversation that lost blocks would start anew, and its rest look shared."""
+    chain = _Chain()
+    for now in range(6):
+        chain.add(now)
+    ghost, *_ = [chain.evict() for _ in range(n_lost)]
+    rest = len(chain.standings) - 1
+    chain.touch(rest, 500)
+    for now in range(n_lost - 1):
+        chain.add(501 + now)
+    chain.add(520, ghost=ghost)
+    chain.add(521)
+    again, parent = chain.standings[-1], chain.standings[rest]
     assert (again.turn, again.fresh) == (2, 512)
-    assert parent is not None
     assert (parent.branches, parent.awaited) == (0, False)
-    assert counters.returns.sum() == 1
-    assert counters.waiting.sum() == 1
+    assert chain.counters.returns.sum() == 1
+    assert chain.counters.waiting.sum() == 1
+
+
+def test_who_added_a_block_did_not_come_back_to_its_parent() -> None:
+    """Otherwise each request would count as a return to what it shares, at no age at all."""
+    chain = _Chain()
+    for now in (1, 2):
+        chain.add(now)
+    chain.touch(0, 300)
+    chain.standings[1:] = []
+    chain.add(305)
+    before = chain.counters.returns.sum()
+    chain.evict()
+    assert chain.standings[0].last == 305
+    assert chain.counters.returns.sum() == before
 
 
 @settings(deadline=None)
@@ -152,7 +212,8 @@ def test_what_hangs_on_a_block_does_not_change_its_class(parent: Standing) -> No
 def test_a_dropped_block_is_counted_neither_way() -> None:
     """Otherwise pruning would teach that nothing returns."""
     counters = Counters(SPAN)
-    hazard.drop(hazard.hang(TAIL, 5, counters), counters)
+    tail = hazard.arrive(_Chain(), None, TAIL, 100, None, 5, counters)
+    hazard.drop(tail, counters)
     assert counters.waiting.sum() == counters.returns.sum() == 0
 
 
@@ -339,9 +400,8 @@ def test_a_grade_more_ages_twice_as_fast(ages: list[int]) -> None:
     rows = [(hazard.shelf_of(8, grade), now - 64 * age) for grade, age in enumerate(ages)]
     first = Choice(_leaves(rows), Table.by_age(1 << 13), now).first()
     assert first is not None
-    expected = policy.first_to_leave({g: last for g, (_, last) in enumerate(rows)}, now)
-    ratio = (64 * ages[expected] << expected) / (64 * ages[first] << first)
-    assert 1 <= ratio < 2**0.5
+    oldest = max(age << grade for grade, age in enumerate(ages))
+    assert 1 <= oldest / (ages[first] << first) < 2**0.5
 
 
 def test_a_parent_in_the_place_of_its_child_is_next() -> None:
@@ -351,8 +411,11 @@ def test_a_parent_in_the_place_of_its_child_is_next() -> None:
     assert choice.first() == 0
     leaves.remove(8, 10, 0)
     leaves.add(8, 10, 7)
-    choice.replaced(8, 10, 7)
+    choice.left(8, 10, (8, 10, 7))
     assert choice.first() == 7
+    leaves.remove(8, 10, 7)
+    choice.left(8, 10, None)
+    assert choice.first() == 1
 
 
 def test_a_spared_parent_does_not_take_the_place_of_its_child() -> None:
@@ -361,7 +424,7 @@ def test_a_spared_parent_does_not_take_the_place_of_its_child() -> None:
     choice = Choice(leaves, Table.by_age(SPAN), 100, {7})
     leaves.remove(8, 10, 0)
     leaves.add(8, 10, 7)
-    choice.replaced(8, 10, 7)
+    choice.left(8, 10, (8, 10, 7))
     assert choice.first() == 1
 
 
@@ -373,12 +436,24 @@ def test_ghosts_are_bounded_in_number_and_time() -> None:
     ghosts: hazard.Ghosts[int] = hazard.Ghosts()
     for now in range(100):
         ghosts.add(now, Standing(now, awaited=True), now)
-    ghosts.trim(50, 60)
+    counters = Counters(10)
+    ghosts.trim(counters, 60 + hazard.COHORTS * 10 // 2, 1000)
     assert len(ghosts) == 40
-    ghosts.trim(10, 60)
-    assert len(ghosts) == 10
+    ghosts.trim(counters, 100, 1)
+    assert len(ghosts) == hazard.GHOSTS_PER_BLOCK
     assert ghosts.pop(99) == Standing(99, awaited=True)
     assert ghosts.pop(50) is None
+
+
+def test_waits_that_began_before_the_counting_are_not_counted() -> None:
+    """Otherwise what was forgotten with damaged counters would be taken off the new ones."""
+    counters = Counters(SPAN, since=5 * SPAN)
+    counters.cancel(8, 4 * SPAN)
+    counters.end(8, 4 * SPAN, 6 * SPAN)
+    assert not counters.waiting.any()
+    assert not counters.returns.any()
+    counters.begin(8, 6 * SPAN)
+    assert Counters.from_bytes(counters.to_bytes()).waiting.sum() == 1
 
 
 def test_only_what_is_awaited_becomes_a_ghost() -> None:

@@ -16,7 +16,7 @@ from tieredkv.tiers.cold import ColdTier
 
 HOLD_OPEN = """
 import sys, lmdb
-env = lmdb.open(sys.argv[1], max_dbs=8)
+env = lmdb.open(sys.argv[1], max_dbs=16)
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -50,7 +50,7 @@ def test_a_directory_without_a_store_has_no_finding(tmp_path):
 def test_the_header_agrees_with_lmdb(store):
     """If this failed, the size check would compare with the wrong number."""
     header = health.read_header(store / health.DATA_NAME)
-    with lmdb.open(str(store), readonly=True, max_dbs=8) as env:
+    with lmdb.open(str(store), readonly=True, max_dbs=16) as env:
         info, stat = env.info(), env.stat()
     assert (header.last_page, header.page_bytes) == (info["last_pgno"], stat["psize"])
     assert header.n_bytes == (store / health.DATA_NAME).stat().st_size
@@ -108,7 +108,7 @@ def test_a_zeroed_page_is_found(store):
 
 def test_a_damaged_index_record_is_found(store):
     """If this failed, a damaged record would be found only when its prompt is asked for."""
-    with lmdb.open(str(store), max_dbs=8) as env:
+    with lmdb.open(str(store), max_dbs=16) as env:
         index = env.open_db(b"index", create=False)
         with env.begin(write=True) as txn:
             key, value = next(iter(txn.cursor(index)))

@@ -26,10 +26,10 @@ def raw(tokens: list[int]) -> bytes:
     return np.array(tokens, "<i8").tobytes()
 
 
-GOLDEN_ROOT = "828792c0bc569b50f8f30b584e502e4be87d3f4081056501d237719d5eec162d"
+GOLDEN_ROOT = "544ce5376ada8e1301890bc7e9e764ded1a1582054da68a74c3ea1cec32ae237"
 GOLDEN_KEYS = [
-    "fb0c3f6ae16e83b61dbf415de078cc16f9680f2910184aa77188c72d6648afc7",
-    "4969b341120b19ac3441ec4bade1a57d3d0af0dc5a8d639ad08878d65b51d0ff",
+    "ea604967b58ab000431b7025e7dbebcc59320cd2c881ad9e587bfb0cd5060c7f",
+    "32f8f09c0d57587c6e9a8cccff6e5e1cfcd0d09c0c42419091c78e8af5986720",
 ]
 PROGRAM = """
 from tieredkv import TieredPromptCache, keys

@@ -20,10 +20,11 @@ from tieredkv import cli, keys, units
 from tieredkv.cli import main
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import Block, BlockKey, ColdTierUnavailable
+from tieredkv.hazard import Standing
 from tieredkv.tiers import cold, health, swap
 from tieredkv.tiers.cold import ColdReader, ColdTier
 from tieredkv.tiers.rebuild import rebuild
-from tieredkv.tiers.records import Record, Use, order_key, piece_key
+from tieredkv.tiers.records import Ghost, Record, Use, left_key, order_key, piece_key
 
 CAP = 64 << 20
 N_BYTES = 3000
@@ -140,7 +141,13 @@ def orphan(txn, dbs):
 
 
 def stray_order(txn, dbs):
-    txn.put(order_key(Use(1), b"s" * 32), b"", db=dbs.order)
+    txn.put(order_key(Use(Standing(1)), b"s" * 32), b"", db=dbs.order)
+
+
+def ghost_of(txn, dbs, key, left):
+    ghost = Ghost(left, Standing(0, awaited=True))
+    txn.put(key, ghost.pack(), db=dbs.ghost)
+    txn.put(left_key(left, key), b"", db=dbs.left)
 
 
 def recode(txn, dbs, key):
@@ -231,8 +238,28 @@ FAULTS = {
         set(),
     ),
     "use in the future": (
-        lambda txn, dbs: change_use(txn, dbs, A.keys[1], last=1 << 62),
+        lambda txn, dbs: change_use(txn, dbs, A.keys[1], standing=Standing(1 << 62)),
         "later than the clock",
+        set(),
+    ),
+    "ghost of a block that is here": (
+        lambda txn, dbs: ghost_of(txn, dbs, A.keys[1], 1),
+        "among those that left",
+        set(),
+    ),
+    "ghost of the future": (
+        lambda txn, dbs: ghost_of(txn, dbs, b"s" * 32, 1 << 62),
+        "left at another time",
+        set(),
+    ),
+    "damaged ghost": (
+        lambda txn, dbs: txn.put(b"s" * 32, b"short", db=dbs.ghost),
+        "ghost has another size",
+        set(),
+    ),
+    "extra row in left": (
+        lambda txn, dbs: txn.put(left_key(1, b"s" * 32), b"", db=dbs.left),
+        "row in left of no block",
         set(),
     ),
     "record CRC": (
@@ -336,7 +363,7 @@ def test_a_new_store_is_the_old_one_in_less_room(server, folder, capsys):
     server.put(blocks(range(1000, 2000), 20_000))
     server.trim_to(server.n_bytes // 10)
     fill(server)
-    names = ("index", "use", "order", "child", "blob", "namespace")
+    names = ("index", "use", "order", "child", "blob", "namespace", "ghost", "left")
     before = {name: rows(server, name) for name in names}
     numbers, size = rows(server, "meta"), server.usage().file_bytes
     assert run(folder, "compact") == 0
@@ -344,7 +371,8 @@ def test_a_new_store_is_the_old_one_in_less_room(server, folder, capsys):
     server.close()
     tier = ColdTier(folder, None, PlaneCodec())
     assert {name: rows(tier, name) for name in names} == before
-    for number in (b"format", b"piece", b"cap", b"clock"):
+    assert before["ghost"]
+    for number in (b"format", b"piece", b"cap", b"clock", b"counters"):
         assert rows(tier, "meta")[number] == numbers[number]
     assert tier.usage().file_bytes < size / 3
     assert tier.verify() == []

@@ -186,12 +186,6 @@ def test_a_grade_is_within_bounds(n_bytes: int, spared: float, bytes_per_token: 
     assert 0 <= policy.grade(n_bytes, spared, bytes_per_token) < GRADES
 
 
-def test_the_oldest_leaves_first_unless_another_ages_faster() -> None:
-    """A snapshot in the middle of a prompt must not outlive a prompt that was used after it."""
-    assert policy.first_to_leave({0: 50, 3: 60}, now=100) == 3
-    assert policy.first_to_leave({0: 10, 3: 95}, now=100) == 0
-
-
 def test_a_hit_that_damage_shortens_is_taken_with_fewer_windows(tmp_path: Path) -> None:
     """Of two blocks, each with its window, the second is damaged."""
     tokens = list(range(8))

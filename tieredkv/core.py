@@ -12,7 +12,7 @@ from typing import Any, NewType, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BLOCK_TOKENS = 256
 CACHE_TYPES = ("assistant", "user", "system")
 # How the cold tier keeps rows of tokens: exactly, or in eight bits a value.
@@ -365,13 +365,22 @@ class Tier(Protocol):
         """Store blocks, parents first, evicting others to stay under the cap.
 
         Returns how many leading blocks are held afterwards; stops at the first that can't be
-        (parent absent, larger than the cap). Known blocks cost nothing and are touched. A block
-        covered by a longer sibling counts as held, unless its child comes right behind it; a
-        shorter sibling that a new block covers is dropped, unless it has a child.
+        (parent absent, larger than the cap). Known blocks cost nothing; one that a chain ends at
+        is used now, but by no other request than the one that was matched. A block covered by a
+        longer sibling counts as held, unless its child comes right behind it; a shorter sibling
+        that a new block covers is dropped, unless it has a child.
         """
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
-        """Record a use of each block; of a chain, its deepest is enough. Ignores unknown keys."""
+        """Record a request whose match ended at each of these: of a chain only its deepest whole
+        block, the tail behind it, and state. Before what the request adds is put. Ignores
+        unknown keys.
+        """
+
+    def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
+        """Be told of a request for the chain ``keys`` of which the first ``n_held`` were here, or
+        were on their way: what the eviction policy is judged by. Changes no block.
+        """
 
     def trim_to(self, n_bytes: int) -> None:
         """Evict leaves, least worth first, until at most ``n_bytes`` are in use."""

@@ -1,4 +1,4 @@
-"""Who is admitted and who leaves first: pure functions over sizes and counts."""
+"""Who is admitted, which type gives way first and what state is worth: pure functions."""
 
 from __future__ import annotations
 
@@ -66,8 +66,3 @@ def grade(n_bytes: int, spared: float, bytes_per_token: float) -> int:
     """
     par = max(bytes_per_token, n_bytes / _STEP)
     return min(max(0, -round(log2(spared * par / n_bytes))), GRADES - 1)
-
-
-def first_to_leave(last_uses: Mapping[int, int], now: int) -> int:
-    """Of the grades' oldest leaves, by their last use, the grade of that which leaves first."""
-    return max(last_uses, key=lambda g: ((now - last_uses[g]) << g, g))

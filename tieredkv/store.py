@@ -51,7 +51,13 @@ def _open_cold(config: Config, counters: Counters) -> LowerTier:
         return NullTier()
     codec: Codec = QuantizingCodec() if config.cold_quantize == "q8" else PlaneCodec()
     try:
-        return ColdTier(config.cold_dir, config.cold_bytes, codec, config.reserve_bytes)
+        return ColdTier(
+            config.cold_dir,
+            config.cold_bytes,
+            codec,
+            config.reserve_bytes,
+            config.block_tokens,
+        )
     except ColdTierUnavailable as e:
         counters.add("faults", label="cold_dir")
         _LOG.warning("tieredkv: %s; serving from memory only", e)
@@ -65,7 +71,7 @@ class TieredStore:
         """Open the tiers. A cold directory that can't be used is logged and done without."""
         self.config = config
         self.counters = Counters()
-        self.hot = HotTier(config.hot_bytes)
+        self.hot = HotTier(config.hot_bytes, config.block_tokens)
         self.cold = _open_cold(config, self.counters)
         limit = config.queue_bytes
         limit = config.hot_bytes * 3 // 4 if limit is None else limit
@@ -143,16 +149,20 @@ class TieredStore:
         every block are compared with the prompt's: nothing else can be returned.
         """
         warm = self.hot.load(match.keys[: match.n_hot])
+        found = _verified(chain, warm, len(warm))
+        if found is not None:
+            # Before what is promoted is put below.
+            self.hot.touch(_ends(found, chain.block_tokens))
+        self.hot.saw(match.keys, len(warm))
         cool = (
             self._promote(match.keys, match.keys[match.n_hot :]) if len(warm) == match.n_hot else []
         )
-        hit = _verified(chain, [*warm, *cool], len(warm))
+        hit = _verified(chain, [*warm, *cool], len(warm)) if cool else found
         if hit is None:
             return None
         hit = replace(hit, windows=self._windows(match.windows, hit.blocks))
-        for used in (hit.snapshot or hit.blocks[-1], *hit.windows):
-            self.hot.touch([used.key])
-            self.writer.touch(used.key)
+        for key in (*_ends(hit, chain.block_tokens), *(w.key for w in hit.windows)):
+            self.writer.touch(key)
         self._submit_used(hit)
         return hit
 
@@ -164,6 +174,7 @@ class TieredStore:
     def _windows(self, wanted: Sequence[BlockKey], blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The windows of the last of ``blocks``, promoted where need be; none unless all."""
         warm = {key: b for key in wanted for b in self.hot.load([key])}
+        self.hot.touch(list(warm))
         cool = [key for key in wanted if key not in warm]
         path = (*wanted, *(b.key for b in blocks))
         found = warm | {b.key: b for b in self._promote(path, cool)} if cool else warm
@@ -254,6 +265,7 @@ class TieredStore:
     def put(self, chain: Chain, blocks: Sequence[Block], kind: str = "assistant") -> None:
         """Store captured blocks of ``chain``, and queue what the cold tier lacks of it."""
         known = self.hot.load(chain.keys)
+        self.hot.saw(chain.keys, len(known))
         held = self.hot.put([*known, *blocks], kind)
         self._lose("hot_full", len(known) + len(blocks) - held)
         self.hot.enter(_entry(chain), kind)
@@ -271,6 +283,8 @@ class TieredStore:
         self.hot.mark_stored(chain.keys[:n])
         while n < stop and self.writer.waits(chain.keys[n]):
             n += 1
+        # What isn't admitted is no business of the tier.
+        self.cold.saw(chain.keys[: max(n, stop)], n)
         self._queue(self.hot.load(chain.keys[n:stop]))
 
     def _submit_used(self, hit: Hit) -> None:
@@ -394,6 +408,25 @@ def _entry(chain: Chain) -> Chain:
     what goes on from there takes its place.
     """
     return replace(chain, keys=chain.keys[: chain.n_full]) if chain.ends_at_block else chain
+
+
+def _ends(hit: Hit, block_tokens: int) -> list[BlockKey]:
+    """Where a hit ends: its deepest whole block, the tail behind that, and the snapshot.
+
+    What is left of a whole block that is used in part is not told: the prompt parts in it, and
+    will bring a block of its own.
+    """
+    *before, last = hit.blocks
+    n_used = hit.n_tokens - sum(b.n_tokens for b in before)
+    ends = before[-1:]
+    if last.n_tokens < block_tokens:
+        ends.append(last)
+    elif n_used >= last.n_tokens - 1:
+        # One token is always left to compute.
+        ends = [last]
+    if hit.snapshot is not None:
+        ends.append(hit.snapshot)
+    return [b.key for b in ends]
 
 
 def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:

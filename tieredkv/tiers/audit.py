@@ -11,11 +11,13 @@ from tieredkv.core import BlockKey, Codec, CorruptBlob, Problem
 from tieredkv.tiers.ledger import CLOCK, Rows
 from tieredkv.tiers.records import (
     PIECE_BYTES,
+    Ghost,
     Record,
     Totals,
     Use,
     child_rows,
     described,
+    left_key,
     order_key,
     piece_key,
     unpack_namespace,
@@ -74,6 +76,7 @@ def _faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
     yield from _child_faults(rows, count)
     yield from _piece_faults(rows, count)
     yield from _namespace_faults(rows, count)
+    yield from _ghost_faults(rows, count)
 
 
 def _chain_faults(count: _Count) -> Iterator[tuple[str, str]]:
@@ -143,6 +146,23 @@ def _namespace_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
     for root in held.keys() | count.totals.keys():
         if held.get(root) != count.totals.get(root):
             yield root.hex(), f"counts {held.get(root)}, has {count.totals.get(root)}"
+
+
+def _ghost_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
+    clock = rows.number(CLOCK) or 0
+    wanted: set[bytes] = set()
+    for key, data in rows.rows("ghost"):
+        try:
+            ghost = Ghost.unpack(data)
+        except CorruptBlob as error:
+            yield key.hex(), str(error)
+            continue
+        if key in count.records:
+            yield key.hex(), "is here, and among those that left"
+        if not ghost.standing.last <= ghost.left <= clock or not ghost.standing.awaited:
+            yield key.hex(), "left at another time, or is not awaited"
+        wanted.add(left_key(ghost.left, key))
+    yield from _differences(wanted, {key for key, _ in rows.rows("left")}, "row in left")
 
 
 def _differences(wanted: set[bytes], held: set[bytes], what: str) -> Iterator[tuple[str, str]]:

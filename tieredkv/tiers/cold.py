@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from tieredkv.codec import checksum
 from tieredkv.core import (
+    BLOCK_TOKENS,
     Allocate,
     Block,
     BlockKey,
@@ -35,6 +36,7 @@ from tieredkv.core import (
     Partial,
     Problem,
 )
+from tieredkv.hazard import STATE, Judge, Trial, kind_of
 from tieredkv.keys import base_key, common_prefix, namespace_key
 from tieredkv.tiers import audit, pruning
 from tieredkv.tiers.environment import (
@@ -48,7 +50,7 @@ from tieredkv.tiers.environment import (
     open_to_mend,
 )
 from tieredkv.tiers.health import finding
-from tieredkv.tiers.ledger import CAP, DISK, ENCODED, Ledger, Node, Origin, Rows
+from tieredkv.tiers.ledger import ADDED, CAP, DISK, ENCODED, Ledger, Node, Origin, Rows
 from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.readahead import announce
@@ -468,7 +470,8 @@ class _Item:
 class _Terms:
     """On which a batch may evict: never these keys, and at most so many bytes a transaction."""
 
-    spared: frozenset[bytes]
+    judge: Judge[BlockKey]
+    spared: frozenset[BlockKey]
     evictable_bytes: int
 
 
@@ -480,6 +483,7 @@ class _Done:
     reason: str = ""
     evicted_bytes: int = 0
     told: tuple[int, int] = (0, 0)
+    shown: int = 0
     purged: set[BlockKey] = field(default_factory=set)
     pruned: list[Victim] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -495,7 +499,12 @@ class ColdTier(_Reading):
     """
 
     def __init__(
-        self, path: Path, cap_bytes: int | None, codec: Codec, reserve_bytes: int = 0
+        self,
+        path: Path,
+        cap_bytes: int | None,
+        codec: Codec,
+        reserve_bytes: int = 0,
+        block_tokens: int = BLOCK_TOKENS,
     ) -> None:
         """Open or create the store in directory ``path``.
 
@@ -504,7 +513,8 @@ class ColdTier(_Reading):
         that is damaged is moved into ``quarantine-…`` in its directory and a new one started.
         With None the store must exist: it keeps its cap, and stays where it is at the opening.
         However high the cap, the file doesn't grow while it would leave less than
-        ``reserve_bytes`` of its disk free.
+        ``reserve_bytes`` of its disk free. Blocks that are put with fewer than ``block_tokens``
+        are tails.
 
         Raises:
             ColdTierUnavailable: the directory can't be used; the message says what to do.
@@ -516,9 +526,15 @@ class ColdTier(_Reading):
         )
         self._wanted_cap = self.cap_bytes if cap_bytes is None else cap_bytes
         self._reserve = reserve_bytes
+        self._block_tokens = block_tokens
         self._is_full = False
         # Encoded and disk bytes of commits that the store's own totals lack.
         self._untold = 0, 0
+        self._judge: Judge[BlockKey] = Judge(Trial())
+        # Blocks added by all when this tier was opened, and since then by this one that were
+        # shown to the judge.
+        self._n_added_before = self._n_added()
+        self._n_shown = 0
         self._origins: dict[BlockKey, Origin] = {}
         if self.cap_bytes != self._wanted_cap:
             self._change_cap()
@@ -551,11 +567,22 @@ class ColdTier(_Reading):
         if keys:
             self._write(touch_all)
 
+    def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
+        """See ``Tier.saw``. Each process judges by its own requests, in the part of the room that
+        its own blocks have among all that were added meanwhile.
+        """
+        n_added = max(self._n_shown, self._n_added() - self._n_added_before)
+        room = self.n_blocks * (self._n_shown + 1) // (n_added + 1)
+        self._judge.saw(keys, n_held, max(1, room))
+
+    def _n_added(self) -> int:
+        return self._read(lambda rows: rows.number(ADDED) or 0, 0)
+
     def trim_to(self, n_bytes: int) -> None:
         """See ``Tier.trim_to``. In bounded steps, between which others may write."""
 
         def trim(ledger: Ledger, done: _Done) -> None:
-            terms = _Terms(frozenset(), _MAX_EVICTED_BYTES)
+            terms = _Terms(self._judge, frozenset(), _MAX_EVICTED_BYTES)
             _evict(ledger, max(0, n_bytes), terms, done)
 
         while (done := self._write(trim)) is not None and done.evicted_bytes:
@@ -597,7 +624,7 @@ class ColdTier(_Reading):
         ends = _ends(blocks)
         known = self._read(lambda rows: [*map(partial(_is_held, rows), blocks, ends)], absent)
         cap = self.cap_bytes or self._wanted_cap
-        terms = _terms(blocks, known, cap)
+        terms = _terms(self._judge, blocks, known, cap)
         held = 0
         settling = 0
         fulls = 0
@@ -664,14 +691,14 @@ class ColdTier(_Reading):
             return "corrupt"
         if ledger.has(block.key):
             if item.is_last_of_chain:
-                ledger.touch(block.key)
+                ledger.renew(block.key)
             return ""
         if not _has_parent(ledger, block):
             return "orphan"
         beside = ledger.neighbours(block.parent, block.tokens)
         cover = _cover(beside, block.tokens) if item.is_last_of_chain else None
         if cover is not None:
-            ledger.touch(cover)
+            ledger.renew(cover)
             return ""
         if item.blob is None:
             return "raced"
@@ -695,7 +722,9 @@ class ColdTier(_Reading):
         if not ledger.fits_file(cost, cap - cap // 128, scattered_bytes(cap)):
             return _SETTLING
         record = record_of(block, len(blob), item.checksum, time.time_ns())
-        ledger.add(block.key, record, blob, block.grade, self._origins.get(block.root))
+        kind = kind_of(block.tokens, self._block_tokens)
+        ledger.add(block.key, record, blob, kind, block.grade, self._origins.get(block.root))
+        done.shown += kind != STATE
         done.counts["blocks_written"] += 1
         done.counts["bytes_written"] += len(blob)
         done.counts["page_bytes_written"] += cost
@@ -733,7 +762,7 @@ class ColdTier(_Reading):
         if done and done.evicted_bytes > 0:
             logger.warning(
                 "cold tier in %s: the new cap of %d bytes is %d too low for what is there; "
-                "the next writes evict the least recently used blocks, %d MiB each at most",
+                "the next writes evict the blocks of least worth, %d MiB each at most",
                 self._directory,
                 self._wanted_cap,
                 done.evicted_bytes,
@@ -759,6 +788,7 @@ class ColdTier(_Reading):
             self._counts["disk_bytes"] += on_disk
             encoded, disk = (a - b for a, b in zip(self._untold, done.told, strict=True))
             self._untold = encoded + done.counts["bytes_written"], disk + on_disk
+            self._n_shown += done.shown
         return done
 
     def _write_once(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
@@ -840,11 +870,13 @@ class ColdTier(_Reading):
         return self._hold()
 
 
-def _terms(blocks: Sequence[Block], known: Sequence[bool], cap_bytes: int) -> _Terms:
+def _terms(
+    judge: Judge[BlockKey], blocks: Sequence[Block], known: Sequence[bool], cap_bytes: int
+) -> _Terms:
     new_bytes = sum(block.n_bytes for block, here in zip(blocks, known, strict=True) if not here)
     spared = frozenset(key for block in blocks for key in (block.key, block.parent))
     fits = new_bytes <= budget_bytes(cap_bytes)
-    return _Terms(spared, _MAX_EVICTED_BYTES if fits else 0)
+    return _Terms(judge, spared, _MAX_EVICTED_BYTES if fits else 0)
 
 
 def _ends(blocks: Sequence[Block]) -> list[bool]:
@@ -866,14 +898,14 @@ def _has_parent(ledger: Ledger, block: Block) -> bool:
 
 
 def _evict(ledger: Ledger, limit: int, terms: _Terms, done: _Done) -> bool:
-    """Evict the least recently used leaves until ``limit`` live bytes; whether that was reached."""
+    """Evict leaves, least worth first, until ``limit`` live bytes; whether that was reached."""
     while ledger.live_bytes() > limit:
         if done.evicted_bytes >= terms.evictable_bytes:
             return False
-        victim = ledger.first_to_leave(terms.spared)
-        if victim is None:
+        gone = ledger.evict(terms.judge, terms.spared)
+        if gone is None:
             return False
-        done.evicted_bytes += ledger.cost_bytes(ledger.remove(victim).blob_bytes)
+        done.evicted_bytes += ledger.cost_bytes(gone.blob_bytes)
         done.counts["evictions"] += 1
     return True
 
@@ -894,8 +926,8 @@ def _is_still_due(ledger: Ledger, victim: Victim, criteria: Criteria) -> bool:
     if not ledger.has(victim.key):
         return False
     use = ledger.use(victim.key)
-    is_later = criteria.to_bytes is not None and use.last > victim.last_use
-    return not (use.children or is_later or criteria.spares(use.last))
+    is_later = criteria.to_bytes is not None and use.used > victim.last_use
+    return not (use.children or is_later or criteria.spares(use.used))
 
 
 def _supersede(ledger: Ledger, beside: Sequence[Node], tokens: bytes) -> int:

@@ -44,7 +44,9 @@ _FOUND = 3
 ROWS, VALUES = "rows", "values"
 _INDEX = b"index"
 # `ledger.DATABASES`, which this program can't import.
-OURS = frozenset((b"meta", b"namespace", b"index", b"use", b"order", b"child", b"blob"))
+OURS = frozenset(
+    (b"meta", b"namespace", b"index", b"use", b"order", b"child", b"blob", b"ghost", b"left")
+)
 # What LMDB says of a file that isn't what it must be. Its other errors, of memory say, tell
 # nothing of the file.
 _DAMAGE = (

@@ -1,24 +1,23 @@
 """The memory tier: immutable shared blocks of mlx arrays under a byte cap.
 
-Blocks form a tree; leaves are evicted, oldest use first. A block that waits for its commit is
-*held*: it stays, and its bytes count, until the writer lets go of it, so that the tier's bytes
-are all that MLX holds because of the store.
+Blocks form a tree; leaves are evicted, by type and then as `hazard` has it. A block that waits
+for its commit is *held*: it stays, and its bytes count, until the writer lets go of it, so that
+the tier's bytes are all that MLX holds because of the store.
 """
 
 from __future__ import annotations
 
-import heapq
 import mmap
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import mlx.core as mx
 
-from tieredkv import keys, layout, policy
+from tieredkv import hazard, keys, layout, policy
 from tieredkv.core import (
+    BLOCK_TOKENS,
     CACHE_TYPES,
-    GRADES,
     Block,
     BlockKey,
     Chain,
@@ -50,16 +49,19 @@ class _Node:
         "entries",
         "holds",
         "kind",
-        "last_use",
         "n_bytes",
+        "place",
+        "standing",
         "stored",
     )
 
-    def __init__(self, block: Block, kind: str) -> None:
+    def __init__(self, block: Block, kind: str, standing: hazard.Standing) -> None:
         self.block = block
         self.n_bytes = held_bytes(block.specs)
         self.kind = kind
-        self.last_use = 0
+        self.standing = standing
+        # Type, shelf and last use under which it can be evicted, None if it can't.
+        self.place: tuple[str, int, int] | None = None
         self.children = 0
         self.holds = 0
         self.stored = False
@@ -71,16 +73,23 @@ class HotTier:
     yet: give it those on the generation thread only. The lock is never held across an mlx op.
     """
 
-    def __init__(self, cap_bytes: int) -> None:
+    def __init__(self, cap_bytes: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        """Blocks with fewer than ``block_tokens`` are tails."""
         self._cap = cap_bytes
+        self._block_tokens = block_tokens
         self._lock = threading.Lock()
         self._nodes: dict[BlockKey, _Node] = {}
         # Children in the order of `_place_of`, which is computed when it is needed: most blocks
         # have one child, and keeping it would take half as much as the token ids.
         self._siblings: dict[BlockKey, list[BlockKey]] = {}
-        # Leaves by type and grade as heaps of (last use, key); stale items are dropped when they
-        # surface.
-        self._leaves: dict[tuple[str, int], list[tuple[int, BlockKey]]] = _no_leaves()
+        # Leaves that can be evicted, by type, and places that changed in the midst of a choice.
+        self._leaves: dict[str, hazard.Shelves[BlockKey]] = _no_leaves()
+        self._stirred: set[tuple[str, int]] = set()
+        self._ghosts: hazard.Ghosts[BlockKey] = hazard.Ghosts()
+        self._returns = hazard.Counters(max(1, cap_bytes))
+        self._judge: hazard.Judge[BlockKey] = hazard.Judge(hazard.Trial())
+        # Blocks that were added, and those among them that the judge is shown.
+        self._n_added = self._n_shown = 0
         self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
         # Replaced by a longer sibling while held: can't be found, but still takes memory.
         self._replaced: dict[BlockKey, _Node] = {}
@@ -90,6 +99,7 @@ class HotTier:
         self._entries: dict[BlockKey, tuple[BlockKey, str]] = {}
         # Bytes of blocks that memory was given for and that have yet to be put.
         self._reserved: dict[BlockKey, int] = {}
+        # Bytes that were added, and one for each other use.
         self._clock = 0
         self._n_bytes = 0
         self._evictions = 0
@@ -238,9 +248,8 @@ class HotTier:
         free = cap - self._n_bytes
         reclaimable = self._reclaimable(own) if sum(sizes) > free else 0
         n = policy.admit(sizes, free=free, reclaimable=reclaimable)
-        while self._n_bytes + sum(sizes[:n]) > cap:
-            if not self._evict_one(own):
-                return policy.admit(sizes, free=cap - self._n_bytes, reclaimable=0)
+        if not self._evict_until(cap - sum(sizes[:n]), own):
+            return policy.admit(sizes, free=cap - self._n_bytes, reclaimable=0)
         return n
 
     def _reclaimable(self, own: set[BlockKey]) -> int:
@@ -272,8 +281,11 @@ class HotTier:
                     return i
                 ends = i + 1 == len(blocks) or blocks[i + 1].parent != block.key
                 cover = self._cover(block.parent, block.tokens) if ends else None
-                if cover is not None:
-                    self._rise(cover, kind)
+                known = cover or self._nodes.get(block.key)
+                if known is not None:
+                    self._rise(known, kind)
+                    if ends:
+                        self._renew(known)
                 elif not self._place(arrays.get(block.key, block), kind):
                     return i
             return len(blocks)
@@ -291,10 +303,6 @@ class HotTier:
         return None
 
     def _place(self, block: Block, kind: str) -> bool:
-        node = self._nodes.get(block.key)
-        if node is not None:
-            self._rise(node, kind)
-            return True
         if block.parent != block.root and block.parent not in self._nodes:
             return False
         covered: list[_Node] = []
@@ -312,62 +320,102 @@ class HotTier:
         return True
 
     def _add(self, block: Block, kind: str) -> _Node:
-        node = self._nodes[block.key] = _Node(block, kind)
+        node = self._nodes[block.key] = _Node(block, kind, self._arrival(block))
         siblings = self._siblings.setdefault(block.parent, [])
         place = bisect_left(siblings, self._place_of(block.key), key=self._place_of)
         siblings.insert(place, block.key)
         self._n_bytes += node.n_bytes
+        self._clock += max(1, node.n_bytes)
         parent = self._nodes.get(block.parent)
         if parent is not None:
             parent.children += 1
             if parent.children == 1:
                 self._n_leaves[parent.kind] -= 1
+                self._list(parent)
         self._n_leaves[kind] += 1
-        self._use(node)
+        self._list(node)
         return node
 
+    def _arrival(self, block: Block) -> hazard.Standing:
+        kind = hazard.kind_of(block.tokens, self._block_tokens)
+        self._n_added += 1
+        self._n_shown += kind != hazard.STATE
+        above = None if block.parent == block.root else block.parent
+        ghost = self._ghosts.pop(block.key)
+        return hazard.arrive(self, above, kind, block.n_tokens, ghost, self._clock, self._returns)
+
     def _rise(self, node: _Node, kind: str) -> None:
-        """Touch a known block and give it the higher of its type and the new one."""
+        """Give a known block the higher of its type and the new one."""
         kind = policy.protect(node.kind, kind)
-        if kind != node.kind:
-            if not node.children:
-                self._n_leaves[node.kind] -= 1
-                self._n_leaves[kind] += 1
-            node.kind = kind
-        self._use(node)
-
-    def _use(self, node: _Node) -> None:
-        self._clock += 1
-        node.last_use = self._clock
+        if kind == node.kind:
+            return
         if not node.children:
-            self._offer(node)
+            self._n_leaves[node.kind] -= 1
+            self._n_leaves[kind] += 1
+        node.kind = kind
+        self._list(node)
 
-    def _offer(self, node: _Node) -> None:
-        heap = self._leaves[node.kind, node.block.grade]
-        heapq.heappush(heap, (node.last_use, node.block.key))
-        if len(heap) > 64 + 4 * len(self._nodes):
-            heap[:] = [item for item in heap if self._stands(item, node.kind, node.block.grade)]
-            heapq.heapify(heap)
+    def _renew(self, node: _Node) -> None:
+        self._clock += 1
+        node.standing = hazard.renew(node.standing, self._clock, self._returns)
+        self._list(node)
 
-    def _stands(self, item: tuple[int, BlockKey], kind: str, grade: int) -> bool:
-        node = self._nodes.get(item[1])
-        return (
-            node is not None
-            and node.last_use == item[0]
-            and node.kind == kind
-            and node.block.grade == grade
-            and not node.children
-        )
+    def _list(self, node: _Node) -> None:
+        """Let a block stand where its type, its standing and its children have it stand."""
+        place = None
+        if not node.children and not node.holds:
+            shelf = hazard.shelf_of(node.standing.of_class, node.block.grade)
+            place = (node.kind, shelf, node.standing.last)
+        if place == node.place:
+            return
+        self._unlist(node)
+        if place is not None:
+            self._leaves[place[0]].add(*place[1:], node.block.key)
+            self._stirred.add(place[:2])
+        node.place = place
+
+    def _unlist(self, node: _Node) -> None:
+        if node.place is not None:
+            self._leaves[node.place[0]].remove(*node.place[1:], node.block.key)
+            self._stirred.add(node.place[:2])
+            node.place = None
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """See `core.Tier.touch`. A block that becomes a leaf inherits its last child's use, so
-        touching the deepest block of a chain is the same as touching them all.
+        touching the deepest block of a chain keeps them all.
         """
         with self._lock:
             for key in keys:
                 node = self._nodes.get(key)
-                if node is not None:
-                    self._use(node)
+                if node is None:
+                    continue
+                self._clock += 1
+                node.standing = hazard.touch(node.standing, self._clock, self._returns)
+                self._list(node)
+
+    def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
+        """See `core.Tier.saw`."""
+        with self._lock:
+            # What isn't shown, windows, takes a part of the room.
+            room = len(self._nodes) * (self._n_shown + 1) // (self._n_added + 1)
+            self._judge.saw(keys, n_held, max(1, room))
+
+    # ---- standings, as `hazard.Places`
+
+    def standing(self, key: BlockKey) -> hazard.Standing:
+        """That of a block that is here. For the policy, which has the lock."""
+        return self._nodes[key].standing
+
+    def stand(self, key: BlockKey, standing: hazard.Standing) -> None:
+        """Give a block another standing. For the policy, which has the lock."""
+        node = self._nodes[key]
+        node.standing = standing
+        self._list(node)
+
+    def parent(self, key: BlockKey) -> BlockKey | None:
+        """Key of a block's parent, None at the root. For the policy, which has the lock."""
+        block = self._nodes[key].block
+        return None if block.parent == block.root else block.parent
 
     # ---- holding
 
@@ -381,6 +429,7 @@ class HotTier:
                     break
                 node.holds += 1
                 self._held[block.key] = node
+                self._list(node)
                 held.append(block)
             return held
 
@@ -402,8 +451,8 @@ class HotTier:
                     continue
                 if self._held.get(key) is node:
                     del self._held[key]
-                if node is not old and not node.children:
-                    self._offer(node)
+                if node is not old:
+                    self._list(node)
 
     def reap(self) -> None:
         """Free what was to leave while it was held. Everything that frees does it first."""
@@ -459,7 +508,7 @@ class HotTier:
                     counts[kind] += 1
                 kind = next(k for k in policy.victim_order(counts) if counts[k])
                 oldest = min(
-                    (self._nodes[key].last_use, key, entry)
+                    (self._nodes[key].standing.last, key, entry)
                     for entry, (key, k) in self._entries.items()
                     if k == kind
                 )
@@ -488,7 +537,7 @@ class HotTier:
                 self._leaving.add(node.block.key)
                 return
             parent = self._nodes.get(node.block.parent)
-            self._evict(node)
+            self._drop(node)
             node = parent
 
     def _drop_state(self, node: _Node) -> None:
@@ -501,7 +550,7 @@ class HotTier:
             if child.holds:
                 self._leaving.add(child.block.key)
             else:
-                self._evict(child)
+                self._drop(child)
 
     # ---- leaving
 
@@ -511,51 +560,50 @@ class HotTier:
         """
         with self._lock:
             self._reap()
-            while self._n_bytes > n_bytes and self._evict_one(frozenset(spared)):
-                pass
+            self._evict_until(n_bytes, frozenset(spared))
 
-    def _evict_one(self, spared: set[BlockKey] | frozenset[BlockKey]) -> bool:
+    def _evict_until(self, n_bytes: int, spared: Container[BlockKey]) -> bool:
+        """Evict until at most ``n_bytes`` are in use; whether that was reached."""
+        choices: dict[str, hazard.Choice[BlockKey]] = {}
+        n_before = len(self._nodes)
+        self._stirred.clear()
+        while self._n_bytes > n_bytes:
+            if not self._evict_one(choices, spared):
+                return False
+        self._ghosts.trim(self._returns, self._clock, n_before)
+        return True
+
+    def _evict_one(
+        self, choices: dict[str, hazard.Choice[BlockKey]], spared: Container[BlockKey]
+    ) -> bool:
+        """Evict the first leaf of the type that gives way first; ``choices`` are those made since
+        the places were last stirred, by type.
+        """
+        for kind, shelf in self._stirred:
+            if kind in choices:
+                choices[kind].changed(shelf)
+        self._stirred.clear()
         for kind in policy.victim_order(self._n_leaves):
-            node = self._leaving_first(kind, spared)
-            if node is not None:
-                self._evict(node)
+            if kind not in choices:
+                table = self._judge.table(self._returns, self._clock)
+                choices[kind] = hazard.Choice(self._leaves[kind], table, self._clock, spared)
+            key = choices[kind].first()
+            if key is not None:
+                self._evict(self._nodes[key])
                 return True
         return False
 
-    def _leaving_first(
-        self, kind: str, spared: set[BlockKey] | frozenset[BlockKey]
-    ) -> _Node | None:
-        heads = {}
-        for grade in range(GRADES):
-            node = self._oldest_leaf(kind, grade, spared)
-            if node is not None:
-                heads[grade] = node
-        if not heads:
-            return None
-        last_uses = {grade: node.last_use for grade, node in heads.items()}
-        return heads[policy.first_to_leave(last_uses, self._clock)]
-
-    def _oldest_leaf(
-        self, kind: str, grade: int, spared: set[BlockKey] | frozenset[BlockKey]
-    ) -> _Node | None:
-        heap = self._leaves[kind, grade]
-        kept = []
-        found = None
-        while heap and found is None:
-            item = heapq.heappop(heap)
-            if not self._stands(item, kind, grade):
-                continue
-            node = self._nodes[item[1]]
-            if item[1] not in spared:
-                if node.holds:
-                    continue
-                found = node
-            kept.append(item)
-        for item in kept:
-            heapq.heappush(heap, item)
-        return found
-
     def _evict(self, node: _Node) -> None:
+        """A block leaves to make room."""
+        self._ghosts.add(node.block.key, node.standing, self._clock)
+        self._leave(node)
+
+    def _drop(self, node: _Node) -> None:
+        """A block leaves with its entry."""
+        hazard.drop(node.standing, self._returns)
+        self._leave(node)
+
+    def _leave(self, node: _Node) -> None:
         if node.stored:
             self._demotes += 1
         else:
@@ -573,6 +621,7 @@ class HotTier:
             self._replaced[node.block.key] = node
         else:
             self._n_bytes -= node.n_bytes
+        hazard.drop(node.standing, self._returns)
         self._unlink(node)
 
     def _unlink(self, node: _Node) -> None:
@@ -582,6 +631,7 @@ class HotTier:
         siblings = self._siblings[parent_key]
         del siblings[bisect_left(siblings, self._place_of(key), key=self._place_of)]
         del self._nodes[key]
+        self._unlist(node)
         if not siblings:
             del self._siblings[parent_key]
         self._n_leaves[node.kind] -= 1
@@ -589,10 +639,10 @@ class HotTier:
         if parent is None:
             return
         parent.children -= 1
-        parent.last_use = max(parent.last_use, node.last_use)
+        parent.standing = hazard.inherit(parent.standing, node.standing, self._returns)
         if not parent.children:
             self._n_leaves[parent.kind] += 1
-            self._offer(parent)
+            self._list(parent)
 
     def close(self) -> None:
         """See `core.Tier.close`."""
@@ -605,6 +655,7 @@ class HotTier:
             self._reserved.clear()
             self._entries.clear()
             self._leaves = _no_leaves()
+            self._ghosts = hazard.Ghosts()
             self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
             self._n_bytes = self._cap = 0
 
@@ -613,7 +664,12 @@ class HotTier:
     def check(self) -> list[Problem]:
         """See `core.Tier.check`."""
         with self._lock:
-            found = [*self._check_counts(), *self._check_tree(), *self._check_entries()]
+            found = [
+                *self._check_counts(),
+                *self._check_tree(),
+                *self._check_places(),
+                *self._check_entries(),
+            ]
             return [Problem("hot", where, what) for where, what in found]
 
     def _check_counts(self) -> Iterable[tuple[str, str]]:
@@ -635,15 +691,11 @@ class HotTier:
             yield "leaves", f"{self._n_leaves} counted, {leaves} found"
 
     def _check_tree(self) -> Iterable[tuple[str, str]]:
-        waiting = {item for heap in self._leaves.values() for item in heap}
         children: dict[BlockKey, list[BlockKey]] = {}
         for key, node in self._nodes.items():
             children.setdefault(node.block.parent, []).append(key)
             if node.block.parent != node.block.root and node.block.parent not in self._nodes:
                 yield key.hex(), "its parent is absent"
-            evictable = node.holds or node.children or (node.last_use, key) in waiting
-            if not evictable:
-                yield key.hex(), "a leaf that can't be evicted"
         for parent, rows in children.items():
             rows.sort(key=self._place_of)
             if rows != self._siblings.get(parent):
@@ -653,6 +705,27 @@ class HotTier:
         if self._siblings.keys() != children.keys():
             yield "children", "lists of children without a child"
 
+    def _check_places(self) -> Iterable[tuple[str, str]]:
+        listed = {
+            (kind, shelf, last, key)
+            for kind, leaves in self._leaves.items()
+            for shelf in leaves.shelves()
+            for last, key in leaves.newer(shelf, 0)
+        }
+        wanted = {
+            (node.kind, hazard.shelf_of(node.standing.of_class, node.block.grade), last, key)
+            for key, node in self._nodes.items()
+            if not node.children and not node.holds
+            for last in (node.standing.last,)
+        }
+        for *_, key in wanted - listed:
+            yield key.hex(), "a leaf that can't be evicted"
+        for *_, key in listed - wanted:
+            yield key.hex(), "stands among the leaves that can be evicted, at a wrong place"
+        for key in self._nodes:
+            if key in self._ghosts:
+                yield key.hex(), "is here, and among those that left"
+
     def _check_entries(self) -> Iterable[tuple[str, str]]:
         for entry, (anchor, _) in self._entries.items():
             if anchor not in self._nodes or entry not in self._nodes[anchor].entries:
@@ -661,8 +734,8 @@ class HotTier:
             yield "entries", "a block knows an entry that the tier does not"
 
 
-def _no_leaves() -> dict[tuple[str, int], list[tuple[int, BlockKey]]]:
-    return {(kind, grade): [] for kind in CACHE_TYPES for grade in range(GRADES)}
+def _no_leaves() -> dict[str, hazard.Shelves[BlockKey]]:
+    return {kind: hazard.Shelves() for kind in CACHE_TYPES}
 
 
 def _is(block: Block, chain: Chain, i: int) -> bool:

@@ -2,7 +2,8 @@
 
 A block is one row each in ``index`` (immutable), ``use`` (small, rewritten on every touch),
 ``order`` (leaves only), its rows in ``child`` and its pieces in ``blob``; its namespace counts
-it. Every method that changes rows leaves all of them consistent, so that whatever part of a
+it. One that left and is awaited is one row each in ``ghost`` and ``left``: see `hazard`.
+Every method that changes rows leaves all of them consistent, so that whatever part of a
 transaction's work was done before its commit is a valid store.
 
 Nothing here knows how a transaction begins or ends, or LMDB beyond its transaction objects.
@@ -11,33 +12,38 @@ Nothing here knows how a transaction begins or ends, or LMDB beyond its transact
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from tieredkv.core import GRADES, BlockKey, CorruptBlob
+from tieredkv import hazard
+from tieredkv.core import BlockKey, CorruptBlob
+from tieredkv.hazard import Choice, Counters, Judge, Standing
 from tieredkv.keys import common_start
-from tieredkv.policy import first_to_leave
 from tieredkv.tiers.records import (
     CHILD_ID_BYTES,
     PIECE_BYTES,
     SEGMENT_BYTES,
+    Ghost,
     Record,
     Totals,
     Use,
     child_group,
     child_rows,
+    left_key,
     order_key,
+    order_place,
+    pack_counters,
     pack_namespace,
     pack_number,
     piece_key,
     segments,
+    unpack_counters,
+    unpack_left,
     unpack_namespace,
     unpack_number,
     unpack_order,
 )
-
-DATABASES = ("meta", "namespace", "index", "use", "order", "child", "blob")
 
 FORMAT = b"format"
 PIECE = b"piece"
@@ -46,11 +52,19 @@ CLOCK = b"clock"
 FREED = b"freed"
 ENCODED = b"encoded"
 DISK = b"disk"
+ADDED = b"added"
+COUNTERS = b"counters"
 
 # A value in pages of its own starts behind a header of this size.
 _PAGE_HEADER_BYTES = 16
 # Rows of a block other than its pieces, and what they make the trees grow by: rounded up.
 _ROW_PAGES = 4
+
+# Ghosts take at most some 256 bytes each, and all together so small a part of the cap.
+_GHOST_BYTES = 256
+_GHOST_PART = 64
+# Ghosts forgotten in a transaction, beyond twice those that it added.
+_FORGOTTEN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,11 @@ class Databases:
     order: Any
     child: Any
     blob: Any
+    ghost: Any
+    left: Any
+
+
+DATABASES = tuple(field.name for field in fields(Databases))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +133,7 @@ class Rows:
 
     def live_bytes(self) -> int:
         """Bytes of all pages in use, counted exactly as of this transaction. Microseconds."""
-        dbs = self._dbs
-        stats = map(
-            self._txn.stat,
-            (None, dbs.meta, dbs.namespace, dbs.index, dbs.use, dbs.order, dbs.child, dbs.blob),
-        )
+        stats = map(self._txn.stat, (None, *(getattr(self._dbs, name) for name in DATABASES)))
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages) * self.page_bytes
 
@@ -138,6 +153,18 @@ class Rows:
         """A value of ``meta``."""
         data = self._txn.get(name, db=self._dbs.meta)
         return None if data is None else unpack_number(data)
+
+    def counters(self) -> Counters:
+        """What was counted of returns; nothing yet if that is damaged or of quite another cap."""
+        cap = max(1, self.number(CAP) or 0)
+        data = self._txn.get(COUNTERS, db=self._dbs.meta)
+        try:
+            found = unpack_counters(bytes(data)) if data is not None else None
+        except CorruptBlob:
+            found = None
+        if found is not None and cap / 2 <= found.span <= cap * 2:
+            return found
+        return Counters(cap, self.number(CLOCK) or 0)
 
     def has(self, key: bytes) -> bool:
         """Whether the block is here. Reads no value."""
@@ -278,6 +305,8 @@ class Ledger(Rows):
     a leaf, its last use is the latest of its own and all its descendants', exactly as if every
     touch had touched all ancestors.
 
+    Time: the clock counts the bytes of blocks that were added, and one for each other use.
+
     Room in the file: pages freed by this transaction or the one before can't be used yet, for
     LMDB may have to go back to the state before. `fits_file` therefore looks up what the last
     transaction freed, whichever process made it.
@@ -291,6 +320,22 @@ class Ledger(Rows):
         self._reusable = file_bytes - self.live_bytes() - (self.number(FREED) or 0)
         self._freed = 0
         self._added = 0
+        self._n_added = 0
+        self._n_ghosts_added = 0
+        # As they are now, of blocks that were looked at: a block's parent is, again and again.
+        self._uses: dict[bytes, Use] = {}
+        self._counted: Counters | None = None
+        self._choice: Choice[BlockKey] | None = None
+        self._spared: Container[BlockKey] = ()
+        # Shelves of which the choice has yet to be told that they changed.
+        self._stirred: set[int] = set()
+
+    def use(self, key: bytes) -> Use:
+        """See `Rows.use`."""
+        found = self._uses.get(key)
+        if found is None:
+            found = self._uses[key] = super().use(key)
+        return found
 
     def set_number(self, name: bytes, value: int) -> None:
         """Write a value of ``meta``."""
@@ -298,8 +343,14 @@ class Ledger(Rows):
 
     def finish(self) -> None:
         """Write what was gathered in memory."""
+        if self._n_ghosts_added:
+            self._forget()
         self.set_number(CLOCK, self._clock)
         self.set_number(FREED, self._freed)
+        if self._n_added:
+            self.set_number(ADDED, (self.number(ADDED) or 0) + self._n_added)
+        if self._counted is not None:
+            self._txn.put(COUNTERS, pack_counters(self._counted), db=self._dbs.meta)
 
     @property
     def file_bytes(self) -> int:
@@ -316,19 +367,36 @@ class Ledger(Rows):
         return not growth or self._file_bytes + growth <= cap_bytes
 
     def add(
-        self, key: bytes, record: Record, blob: bytes, grade: int, origin: Origin | None
+        self,
+        key: bytes,
+        record: Record,
+        blob: bytes,
+        kind: int,
+        grade: int,
+        origin: Origin | None,
     ) -> None:
         """Insert a block that isn't here and whose parent is.
 
-        ``grade`` says how it ages. ``origin`` describes its namespace; None leaves the
-        description that is there.
+        ``kind`` is that of its standing, ``grade`` says how it ages. ``origin`` describes its
+        namespace; None leaves the description that is there.
         """
-        self.insert(key, record, blob, Use(self._tick(), grade=grade), origin)
+        self._insert_rows(key, record, blob, origin)
+        above = None if record.parent == record.root else record.parent
+        ghost = self._pop_ghost(key)
+        n_tokens = len(record.tokens) // 8
+        standing = hazard.arrive(self, above, kind, n_tokens, ghost, self._clock, self._counters)
+        self._put_use(key, None, Use(standing, time.time_ns(), grade=grade))
+        self._clock += self.piece_bytes(record.blob_bytes)
+        self._n_added += 1
 
     def insert(
         self, key: bytes, record: Record, blob: bytes, use: Use, origin: Origin | None
     ) -> None:
-        """`add` with the use of another time; it must count no children yet."""
+        """`add` with the use of another time, which counts no children yet; nothing is learned."""
+        self._insert_rows(key, record, blob, origin)
+        self._put_use(key, None, use)
+
+    def _insert_rows(self, key: bytes, record: Record, blob: bytes, origin: Origin | None) -> None:
         self._added += self.cost_bytes(len(blob))
         view = memoryview(blob)
         for number in range(record.n_pieces):
@@ -336,7 +404,6 @@ class Ledger(Rows):
             piece = view[start : start + PIECE_BYTES]
             self._txn.put(piece_key(key, number), piece, db=self._dbs.blob)
         self._txn.put(key, record.pack(), db=self._dbs.index)
-        self._put_use(key, None, use)
         for row in child_rows(record.parent, key, record.tokens):
             self._txn.put(row, key, db=self._dbs.child)
         if record.parent != record.root:
@@ -345,11 +412,34 @@ class Ledger(Rows):
         self._count_in(record, origin)
 
     def touch(self, key: bytes) -> None:
-        """Record a use; nothing if the block isn't here."""
+        """Record that a request's match ended here; nothing if the block isn't here."""
         if not self.has(key):
             return
         use = self.use(key)
-        self._put_use(key, use, replace(use, last=self._tick(), hits=use.hits + 1))
+        standing = hazard.touch(use.standing, self._tick(), self._counters)
+        self._put_use(key, use, replace(use, standing=standing, used=time.time_ns()))
+
+    def renew(self, key: bytes) -> None:
+        """Record that a block that is here was put again."""
+        use = self.use(key)
+        standing = hazard.renew(use.standing, self._tick(), self._counters)
+        self._put_use(key, use, replace(use, standing=standing, used=time.time_ns()))
+
+    def standing(self, key: bytes) -> Standing:
+        """See `hazard.Places.standing`."""
+        return self.use(key).standing
+
+    def stand(self, key: bytes, standing: Standing) -> None:
+        """See `hazard.Places.stand`."""
+        use = self.use(key)
+        self._put_use(key, use, replace(use, standing=standing))
+
+    def parent(self, key: bytes) -> BlockKey | None:
+        """See `hazard.Places.parent`."""
+        record = self.record(key)
+        if record is None:
+            raise CorruptBlob("parent is absent")
+        return None if record.parent == record.root else record.parent
 
     def set_use(self, key: bytes, use: Use) -> None:
         """Give a block that is here another use, but leave the number of its children."""
@@ -359,24 +449,76 @@ class Ledger(Rows):
             self._put_use(key, old, new)
 
     def advance(self, clock: int) -> None:
-        """Give out no last use up to ``clock`` any more."""
+        """Give out no last use before ``clock`` any more."""
         self._clock = max(self._clock, clock)
 
+    def take_over(self, counters: Counters, ghosts: dict[BlockKey, Ghost]) -> None:
+        """Replace what was learned, and who is awaited."""
+        self._counted = counters
+        for key, data in list(self.rows("ghost")):
+            ghost = ghosts.get(BlockKey(key))
+            if ghost is None or ghost.pack() != data:
+                self._pop_ghost(key)
+        for key, ghost in ghosts.items():
+            self._txn.put(key, ghost.pack(), db=self._dbs.ghost)
+            self._txn.put(left_key(ghost.left, key), b"", db=self._dbs.left)
+
     def remove(self, key: bytes) -> Record:
-        """Delete a leaf that is here, and return its record."""
-        record = self.record(key)
+        """Delete a leaf that is here, for another reason than room, and return its record."""
         use = self.use(key)
+        hazard.drop(use.standing, self._counters)
+        return self._delete(key, use)
+
+    def evict(self, judge: Judge[BlockKey], spared: Container[BlockKey]) -> Record | None:
+        """Delete, of the leaves that aren't among ``spared``, the one that the policy gives up
+        first, and return its record; None if there is none.
+        """
+        choice = self._chosen_by(judge, spared)
+        key = choice.first()
+        if key is None:
+            return None
+        use = self.use(key)
+        record = self._delete(key, use)
+        if use.standing.awaited:
+            self._add_ghost(key, use.standing)
+        self._stirred.clear()
+        choice.left(use.shelf, use.last, self._heir(record))
+        return record
+
+    def _heir(self, record: Record) -> tuple[int, int, BlockKey] | None:
+        """The place of the parent of a block that left, if it is a leaf now."""
+        if record.parent == record.root:
+            return None
+        use = self.use(record.parent)
+        return None if use.children else (use.shelf, use.last, record.parent)
+
+    def _chosen_by(self, judge: Judge[BlockKey], spared: Container[BlockKey]) -> Choice[BlockKey]:
+        if self._choice is None or self._spared is not spared:
+            table = judge.table(self._counters, self._clock)
+            leaves = _Order(self._txn.cursor(self._dbs.order))
+            self._choice = Choice(leaves, table, self._clock, spared)
+            self._spared = spared
+            self._stirred.clear()
+        for shelf in self._stirred:
+            self._choice.changed(shelf)
+        self._stirred.clear()
+        return self._choice
+
+    def _delete(self, key: bytes, use: Use) -> Record:
+        record = self.record(key)
         if record is None or use.children:
             raise CorruptBlob("block to remove is absent or no leaf")
         for number in range(record.n_pieces):
             self._txn.delete(piece_key(key, number), db=self._dbs.blob)
         self._txn.delete(key, db=self._dbs.index)
         self._txn.delete(key, db=self._dbs.use)
+        self._uses.pop(key, None)
         self._txn.delete(order_key(use, key), db=self._dbs.order)
+        self._stirred.add(use.shelf)
         for row in child_rows(record.parent, key, record.tokens):
             self._txn.delete(row, db=self._dbs.child)
         if record.parent != record.root:
-            self._orphaned_by(record.parent, use.last)
+            self._orphaned_by(record.parent, use)
         self._count_out(record)
         self._freed += self.cost_bytes(record.blob_bytes)
         return record
@@ -397,35 +539,48 @@ class Ledger(Rows):
             removed += 1
         return removed
 
-    def first_to_leave(self, spared: Container[bytes]) -> BlockKey | None:
-        """Of the leaves that aren't among ``spared``, the one that the policy gives up first."""
-        heads: dict[int, tuple[int, BlockKey]] = {}
-        for grade in range(GRADES):
-            head = self._oldest(grade, spared)
-            if head is not None:
-                heads[grade] = head
-        if not heads:
-            return None
-        return heads[first_to_leave({g: last for g, (last, _) in heads.items()}, self._clock)][1]
-
-    def _oldest(self, grade: int, spared: Container[bytes]) -> tuple[int, BlockKey] | None:
-        """Last use and key of the least recently used leaf of a grade."""
-        cursor = self._txn.cursor(self._dbs.order)
-        found = cursor.set_range(bytes((grade,)))
-        while found:
-            of_grade, last, key = unpack_order(bytes(cursor.key()))
-            if of_grade != grade:
-                return None
-            if key not in spared:
-                return last, key
-            found = cursor.next()
-        return None
+    @property
+    def _counters(self) -> Counters:
+        """What was counted; written with the rest."""
+        if self._counted is None:
+            self._counted = self.counters()
+        return self._counted
 
     def _tick(self) -> int:
-        # Wall time where that advances, so that ages can be read off; never twice the same,
-        # and never back, whatever the wall clock does.
-        self._clock = max(time.time_ns(), self._clock + 1)
+        self._clock += 1
         return self._clock
+
+    def _add_ghost(self, key: bytes, standing: Standing) -> None:
+        self._txn.put(key, Ghost(self._clock, standing).pack(), db=self._dbs.ghost)
+        self._txn.put(left_key(self._clock, key), b"", db=self._dbs.left)
+        self._n_ghosts_added += 1
+
+    def _pop_ghost(self, key: bytes) -> Standing | None:
+        data = self._txn.pop(key, db=self._dbs.ghost)
+        if data is None:
+            return None
+        try:
+            ghost = Ghost.unpack(bytes(data))
+        except CorruptBlob:
+            # Only something to learn is lost; its other row goes when its time has come.
+            return None
+        self._txn.delete(left_key(ghost.left, key), db=self._dbs.left)
+        return ghost.standing
+
+    def _forget(self) -> None:
+        """Let go of ghosts that are awaited no more, some at a time."""
+        room = (self.number(CAP) or 0) // (hazard.GHOSTS_PER_BLOCK * _GHOST_PART * _GHOST_BYTES)
+        n_blocks = min(self.n_blocks, room)
+        cursor = self._txn.cursor(self._dbs.left)
+        for _ in range(2 * self._n_ghosts_added + _FORGOTTEN):
+            if not cursor.first():
+                return
+            left, key = unpack_left(bytes(cursor.key()))
+            n_ghosts = int(self._txn.stat(self._dbs.ghost)["entries"])
+            if not hazard.is_forgotten(left, n_ghosts, self._counters, self._clock, n_blocks):
+                return
+            self._txn.delete(key, db=self._dbs.ghost)
+            cursor.delete()
 
     def _put_use(self, key: bytes, old: Use | None, new: Use) -> None:
         """Write a use record and keep ``order`` to it: leaves only, at their last use."""
@@ -434,15 +589,20 @@ class Ledger(Rows):
         if listed != wanted:
             if listed:
                 self._txn.delete(listed, db=self._dbs.order)
+                self._stirred.add(listed[0])
             if wanted:
                 self._txn.put(wanted, b"", db=self._dbs.order)
+                self._stirred.add(wanted[0])
         self._txn.put(key, new.pack(), db=self._dbs.use)
+        self._uses[key] = new
 
-    def _orphaned_by(self, parent: bytes, last: int) -> None:
+    def _orphaned_by(self, parent: bytes, child: Use) -> None:
         use = self.use(parent)
         if not use.children:
             raise CorruptBlob("parent that counts no children")
-        left = replace(use, last=max(use.last, last), children=use.children - 1)
+        standing = hazard.inherit(use.standing, child.standing, self._counters)
+        used = max(use.used, child.used)
+        left = replace(use, standing=standing, used=used, children=use.children - 1)
         self._put_use(parent, use, left)
 
     def _count_in(self, record: Record, origin: Origin | None) -> None:
@@ -465,6 +625,43 @@ class Ledger(Rows):
             self._txn.delete(record.root, db=self._dbs.namespace)
             return
         self._txn.put(record.root, pack_namespace(left, base, description), db=self._dbs.namespace)
+
+
+class _Order:
+    """The leaves of a store, as `hazard.Leaves`."""
+
+    def __init__(self, cursor: Any) -> None:
+        self._cursor = cursor
+
+    def shelves(self) -> Iterable[int]:
+        """See `hazard.Leaves.shelves`."""
+        found = self._cursor.first()
+        while found:
+            shelf = bytes(self._cursor.key())[0]
+            yield shelf
+            found = shelf < 255 and self._cursor.set_range(bytes((shelf + 1,)))
+
+    def newer(self, shelf: int, last: int) -> Iterator[tuple[int, BlockKey]]:
+        """See `hazard.Leaves.newer`."""
+        found = self._cursor.set_range(order_place(shelf, max(0, last)))
+        while found:
+            row = unpack_order(bytes(self._cursor.key()))
+            if row[0] != shelf:
+                return
+            yield row[1:]
+            found = self._cursor.next()
+
+    def older(self, shelf: int, last: int) -> Iterator[tuple[int, BlockKey]]:
+        """See `hazard.Leaves.older`."""
+        cursor = self._cursor
+        at_end = not cursor.set_range(order_place(shelf, max(0, last)))
+        found = cursor.last() if at_end else cursor.prev()
+        while found:
+            row = unpack_order(bytes(cursor.key()))
+            if row[0] != shelf:
+                return
+            yield row[1:]
+            found = cursor.prev()
 
 
 def _last_upto(cursor: Any, group: bytes, segment: bytes) -> tuple[bytes, bytes] | None:

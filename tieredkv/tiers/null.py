@@ -54,6 +54,9 @@ class NullTier:
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Nothing to touch."""
 
+    def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
+        """Nothing to judge."""
+
     def trim_to(self, n_bytes: int) -> None:
         """Always within."""
 

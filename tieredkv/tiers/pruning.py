@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from tieredkv.core import GRADES, BlockKey, Namespace
+from tieredkv.core import BlockKey, Namespace
+from tieredkv.hazard import Choice, Counters, Shelves, Table, inherit
 from tieredkv.keys import namespace_key
-from tieredkv.policy import first_to_leave
 from tieredkv.tiers.ledger import CLOCK, NamespaceRow, Rows
 from tieredkv.tiers.records import MAX_TOKENS, Record, Use, described
 
@@ -45,7 +44,9 @@ class Criteria:
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A block that is to go: ``last_use`` of it and its descendants, ``n_bytes`` in pages."""
+    """A block that is to go: ``last_use`` of it and its descendants in Unix ns, ``n_bytes`` in
+    pages.
+    """
 
     key: BlockKey
     root: BlockKey
@@ -78,7 +79,7 @@ def plan(rows: Rows, criteria: Criteria) -> Plan:
     """The blocks that ``criteria`` mean, in the order in which an eviction would take them.
 
     Reads every index record: memory and time grow with the number of blocks, about 1 KB and
-    20 µs each. Raises CorruptBlob if a row is damaged.
+    30 µs each. Raises CorruptBlob if a row is damaged.
     """
     labels = {row.root: _label(row) for row in rows.namespaces() if criteria.names(row)}
     blocks: dict[BlockKey, tuple[Record, Use]] = {}
@@ -86,7 +87,7 @@ def plan(rows: Rows, criteria: Criteria) -> Plan:
         record = Record.unpack(data)
         if record.root in labels:
             blocks[key] = record, rows.use(key)
-    order = _leaves_first(blocks, criteria, rows.number(CLOCK) or 0)
+    order = _leaves_first(blocks, criteria, rows.counters(), rows.number(CLOCK) or 0)
     victims = (
         Victim(key, record.root, last, record.blob_bytes, rows.piece_bytes(record.blob_bytes))
         for key, last, record in order
@@ -95,29 +96,35 @@ def plan(rows: Rows, criteria: Criteria) -> Plan:
 
 
 def _leaves_first(
-    blocks: dict[BlockKey, tuple[Record, Use]], criteria: Criteria, clock: int
+    blocks: dict[BlockKey, tuple[Record, Use]],
+    criteria: Criteria,
+    counters: Counters,
+    clock: int,
 ) -> Iterator[tuple[BlockKey, int, Record]]:
     """Key, last use and record of each in turn; a parent inherits the use of who left before."""
     children = Counter(record.parent for record, _ in blocks.values())
-    last = {key: use.last for key, (_, use) in blocks.items()}
-    # One heap a grade, as the policy compares only the oldest of each.
-    heaps: list[list[tuple[int, BlockKey]]] = [[] for _ in range(GRADES)]
-    for key, (_, use) in blocks.items():
-        if not children[key] and not criteria.spares(use.last):
-            heaps[use.grade].append((use.last, key))
-    for heap in heaps:
-        heapq.heapify(heap)
-    while heads := {grade: heap[0][0] for grade, heap in enumerate(heaps) if heap}:
-        last_use, key = heapq.heappop(heaps[first_to_leave(heads, clock)])
-        record = blocks[key][0]
-        yield key, last_use, record
-        parent = record.parent
-        if parent not in blocks:
-            continue
-        children[parent] -= 1
-        last[parent] = max(last[parent], last_use)
-        if not children[parent] and not criteria.spares(last[parent]):
-            heapq.heappush(heaps[blocks[parent][1].grade], (last[parent], parent))
+    uses = {key: use for key, (_, use) in blocks.items()}
+    leaves: Shelves[BlockKey] = Shelves()
+    for key, use in uses.items():
+        if not children[key] and not criteria.spares(use.used):
+            leaves.add(use.shelf, use.last, key)
+    choice = Choice(leaves, Table.learned(counters, clock), clock)
+    while (first := choice.first()) is not None:
+        use, record = uses.pop(first), blocks[first][0]
+        leaves.remove(use.shelf, use.last, first)
+        yield first, use.used, record
+        parent = uses.get(record.parent)
+        heir = None
+        if parent is not None:
+            children[record.parent] -= 1
+            # What is counted here is forgotten with the plan.
+            standing = inherit(parent.standing, use.standing, counters)
+            parent = replace(parent, standing=standing, used=max(parent.used, use.used))
+            uses[record.parent] = parent
+            if not children[record.parent] and not criteria.spares(parent.used):
+                heir = (parent.shelf, parent.last, record.parent)
+                leaves.add(*heir)
+        choice.left(use.shelf, use.last, heir)
 
 
 def _label(row: NamespaceRow) -> str:

@@ -8,17 +8,17 @@ writing; what they changed meanwhile is copied while they wait, and then the fil
 from __future__ import annotations
 
 import shutil
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from tieredkv.core import BlockKey, Codec, ColdTierUnavailable, CorruptBlob
+from tieredkv.hazard import Counters, Standing, kind_of
 from tieredkv.tiers import audit, swap
 from tieredkv.tiers.environment import (
     Environment,
@@ -27,7 +27,7 @@ from tieredkv.tiers.environment import (
     open_to_mend,
 )
 from tieredkv.tiers.ledger import CAP, CLOCK, Ledger, Origin, Rows
-from tieredkv.tiers.records import Record, Use, described, unpack_namespace
+from tieredkv.tiers.records import Ghost, Record, Use, described, unpack_namespace
 
 _T = TypeVar("_T")
 
@@ -35,6 +35,8 @@ _T = TypeVar("_T")
 _BATCH_BYTES = 32 << 20
 # Rows changed in one transaction: LMDB counts the pages.
 _BATCH_ROWS = 10_000
+# Room for rows that are written anew, of a small store.
+_ROWS_BYTES = 1 << 20
 # So little can be copied while all writers wait.
 _LITTLE_BYTES = 32 << 20
 # Against writers that are faster than the copy: it ends all the same.
@@ -65,10 +67,12 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """The old store, less its blobs. ``clock`` isn't behind any use."""
+    """The old store, less its blobs."""
 
     entries: dict[BlockKey, _Entry]
     origins: dict[bytes, Origin]
+    ghosts: dict[BlockKey, Ghost]
+    counters: Counters
     live_bytes: int
     cap: int
     clock: int
@@ -79,8 +83,9 @@ def rebuild(
 ) -> Rebuilt:
     """Replace the store in ``directory`` by one of all its sound blocks.
 
-    Sound is a block whose record and blob are, and all of whose ancestors are. It keeps its last
-    use, its hits, grade and time of writing. ``progress`` is told the bytes copied, of how many.
+    Sound is a block whose record and blob are, and all of whose ancestors are. It keeps its
+    standing, last use, grade and time of writing; what was learned of returns is kept too.
+    ``progress`` is told the bytes copied, of how many.
     Needs as much free disk as the store has in use. Killed at any point it leaves the old store,
     or the new one. Other processes go on, and change over with their next write.
 
@@ -145,7 +150,7 @@ class _Rebuild:
         copied = self._copy_blobs(target, survey, [key for key in order if key not in here])
         uses = [(key, survey.entries[key].use) for key in order]
         _in_parts(target, uses, _set_uses)
-        target.write(partial(_set_numbers, survey))
+        target.write(partial(_set_rest, survey))
         return copied
 
     def _copy_blobs(self, target: Environment, survey: _Survey, keys: Sequence[BlockKey]) -> int:
@@ -176,13 +181,12 @@ def _room(survey: _Survey, directory: Path) -> int:
         raise ColdTierUnavailable(
             f"{directory} needs {needed} bytes of free disk to be made anew, there are {free}"
         )
-    return max(survey.cap, survey.live_bytes + survey.live_bytes // 8)
+    return max(survey.cap, survey.live_bytes + survey.live_bytes // 8 + _ROWS_BYTES)
 
 
 def _survey(rows: Rows) -> _Survey:
     uses = dict(rows.rows("use"))
     clock = rows.number(CLOCK) or 0
-    latest = max(clock, time.time_ns())
     entries: dict[BlockKey, _Entry] = {}
     for key, data in rows.records():
         try:
@@ -190,24 +194,39 @@ def _survey(rows: Rows) -> _Survey:
         except CorruptBlob:
             continue
         if record.names(key):
-            use = _use(uses.get(key, b""), record, latest)
+            use = _use(uses.get(key, b""), record, clock)
             entries[key] = _Entry(record.root, record.parent, record.blob_bytes, use)
     return _Survey(
         entries,
         dict(_origins(rows)),
+        {key: ghost for key, ghost in _ghosts(rows, clock) if key not in entries},
+        rows.counters(),
         rows.live_bytes(),
         rows.number(CAP) or 0,
-        max([clock, *(entry.use.last for entry in entries.values())]),
+        clock,
     )
 
 
-def _use(data: bytes, record: Record, latest: int) -> Use:
-    """The use of a block that has no children yet; of a damaged one, the time of writing."""
+def _use(data: bytes, record: Record, clock: int) -> Use:
+    """The use of a block that has no children yet; of a damaged one, that of one not used since
+    the clock began.
+    """
     try:
         use = Use.unpack(data)
     except CorruptBlob:
-        return Use(min(record.created, latest))
-    return Use(min(use.last, latest), 0, use.hits, use.grade)
+        return Use(Standing(0, kind_of(record.tokens, 1)), record.created)
+    standing = replace(use.standing, last=min(use.last, clock))
+    return replace(use, standing=standing, children=0)
+
+
+def _ghosts(rows: Rows, clock: int) -> Iterator[tuple[BlockKey, Ghost]]:
+    for key, data in rows.rows("ghost"):
+        try:
+            ghost = Ghost.unpack(data)
+        except CorruptBlob:
+            continue
+        if ghost.standing.last <= ghost.left <= clock and ghost.standing.awaited:
+            yield BlockKey(key), ghost
 
 
 def _origins(rows: Rows) -> Iterator[tuple[bytes, Origin]]:
@@ -290,7 +309,8 @@ def _set_uses(uses: Sequence[tuple[BlockKey, Use]], ledger: Ledger) -> None:
             ledger.set_use(key, use)
 
 
-def _set_numbers(survey: _Survey, ledger: Ledger) -> None:
+def _set_rest(survey: _Survey, ledger: Ledger) -> None:
     ledger.advance(survey.clock)
+    ledger.take_over(survey.counters, survey.ghosts)
     if survey.cap:
         ledger.set_number(CAP, survey.cap)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tieredkv.core import FORMAT_VERSION, GRADES, Block, BlockKey, CorruptBlob, Namespace
+from tieredkv.hazard import STATE, Counters, Standing, shelf_of
 from tieredkv.keys import block_key, ordered
 
 # An LMDB value takes its size and a 16-byte header in whole pages: this fills 16 pages of
@@ -23,11 +24,13 @@ MAX_RAW_BYTES = 1 << 32
 MAX_TOKENS = 4096
 SEGMENT_BYTES = 400
 CHILD_ID_BYTES = 8
-LAST_USE_BYTES = 8
+TICK_BYTES = 8
 
 _RECORD = struct.Struct("<II32s32s16sIIQQQ")
 _CRC = struct.Struct("<I")
-_USE = struct.Struct("<QIII")
+_STANDING = struct.Struct("<QIIIIBB2x")
+_USE = struct.Struct("<QII")
+_LEFT = struct.Struct("<Q")
 _NAMESPACE = struct.Struct("<QQQ32s")
 _NUMBER = struct.Struct("<Q")
 _MAX_COUNT = (1 << 32) - 1
@@ -106,30 +109,83 @@ def record_of(block: Block, blob_bytes: int, checksum: bytes, created: int) -> R
     )
 
 
+def pack_standing(standing: Standing) -> bytes:
+    """28 bytes."""
+    return _STANDING.pack(
+        standing.last,
+        min(standing.turn, _MAX_COUNT),
+        min(standing.fresh, _MAX_COUNT),
+        min(standing.refs, _MAX_COUNT),
+        min(standing.branches, _MAX_COUNT),
+        standing.kind,
+        standing.awaited,
+    )
+
+
+def unpack_standing(data: bytes) -> Standing:
+    """The standing that ``pack_standing`` made; CorruptBlob if it isn't one."""
+    if len(data) != _STANDING.size:
+        raise CorruptBlob("standing has another size")
+    last, turn, fresh, refs, branches, kind, awaited = _STANDING.unpack(data)
+    if kind > STATE or awaited > 1:
+        raise CorruptBlob("standing has a value out of bounds")
+    return Standing(last, kind, turn, fresh, refs, branches, bool(awaited))
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What ``use`` holds of a block: last use on the store's clock, children, times touched, and
-    the grade of its ageing.
+    """What ``use`` holds of a block: its standing, when it was used last in Unix ns, its children,
+    and the grade of its ageing.
     """
 
-    last: int
+    standing: Standing
+    used: int = 0
     children: int = 0
-    hits: int = 0
     grade: int = 0
 
+    @property
+    def last(self) -> int:
+        """The last use, in ticks of the store's clock."""
+        return self.standing.last
+
+    @property
+    def shelf(self) -> int:
+        """Where it stands in ``order``, if it is a leaf."""
+        return shelf_of(self.standing.of_class, self.grade)
+
     def pack(self) -> bytes:
-        """20 bytes."""
-        return _USE.pack(self.last, self.children, min(self.hits, _MAX_COUNT), self.grade)
+        """44 bytes."""
+        return pack_standing(self.standing) + _USE.pack(self.used, self.children, self.grade)
 
     @classmethod
     def unpack(cls, data: bytes) -> Use:
         """The value that ``pack`` made; CorruptBlob if it isn't one."""
-        if len(data) != _USE.size:
+        if len(data) != _STANDING.size + _USE.size:
             raise CorruptBlob("use record has another size")
-        use = cls(*_USE.unpack(data))
+        use = cls(unpack_standing(data[: _STANDING.size]), *_USE.unpack(data[_STANDING.size :]))
         if use.grade >= GRADES:
             raise CorruptBlob("use record has a grade out of bounds")
         return use
+
+
+@dataclass(frozen=True, slots=True)
+class Ghost:
+    """What ``ghost`` holds of a block that left and is awaited: when it left, and its standing."""
+
+    left: int
+    standing: Standing
+
+    def pack(self) -> bytes:
+        """36 bytes."""
+        return _LEFT.pack(self.left) + pack_standing(self.standing)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Ghost:
+        """The value that ``pack`` made; CorruptBlob if it isn't one."""
+        if len(data) != _LEFT.size + _STANDING.size:
+            raise CorruptBlob("ghost has another size")
+        (left,) = _LEFT.unpack_from(data)
+        return cls(left, unpack_standing(data[_LEFT.size :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +272,47 @@ def piece_key(key: bytes, number: int) -> bytes:
     return key + number.to_bytes(2, "big")
 
 
+def pack_counters(counters: Counters) -> bytes:
+    """The counters, behind their CRC-32."""
+    data = counters.to_bytes()
+    return _CRC.pack(zlib.crc32(data)) + data
+
+
+def unpack_counters(data: bytes) -> Counters:
+    """The counters that ``pack_counters`` packed; CorruptBlob if they aren't."""
+    body = data[_CRC.size :]
+    if data[: _CRC.size] != _CRC.pack(zlib.crc32(body)):
+        raise CorruptBlob("counters fail their CRC")
+    try:
+        return Counters.from_bytes(body)
+    except ValueError as error:
+        raise CorruptBlob(str(error)) from error
+
+
 def order_key(use: Use, key: bytes) -> bytes:
-    """Key of a leaf in ``order``: in each grade the least recently used first."""
-    return bytes((use.grade,)) + use.last.to_bytes(LAST_USE_BYTES, "big") + key
+    """Key of a leaf in ``order``: on each shelf the least recently used first."""
+    return order_place(use.shelf, use.last) + key
+
+
+def order_place(shelf: int, last: int) -> bytes:
+    """What the keys of leaves last used at ``last`` start with."""
+    return bytes((shelf,)) + last.to_bytes(TICK_BYTES, "big")
 
 
 def unpack_order(row: bytes) -> tuple[int, int, BlockKey]:
-    """Grade, last use and block key of a row of ``order``."""
-    last = int.from_bytes(row[1 : 1 + LAST_USE_BYTES], "big")
-    return row[0], last, BlockKey(row[1 + LAST_USE_BYTES :])
+    """Shelf, last use and block key of a row of ``order``."""
+    last = int.from_bytes(row[1 : 1 + TICK_BYTES], "big")
+    return row[0], last, BlockKey(row[1 + TICK_BYTES :])
+
+
+def left_key(left: int, key: bytes) -> bytes:
+    """Key of a ghost in ``left``: the first that left first."""
+    return left.to_bytes(TICK_BYTES, "big") + key
+
+
+def unpack_left(row: bytes) -> tuple[int, BlockKey]:
+    """When a ghost left, and its key, of a row of ``left``."""
+    return int.from_bytes(row[:TICK_BYTES], "big"), BlockKey(row[TICK_BYTES:])
 
 
 def child_group(parent: bytes, level: int, before: bytes) -> bytes:

@@ -51,7 +51,7 @@ def survey(rows: Rows, file_bytes: int) -> ColdUsage:
     """The usage as one transaction sees it. Reads every index record."""
     spans: dict[bytes, tuple[int, int]] = {}
     for key, data in rows.records():
-        root, last = Record.unpack(data).root, rows.use(key).last
+        root, last = Record.unpack(data).root, rows.use(key).used
         oldest, newest = spans.get(root, (last, last))
         spans[root] = min(oldest, last), max(newest, last)
     namespaces = tuple(

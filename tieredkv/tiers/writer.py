@@ -124,10 +124,11 @@ class Writer:
                 continue
             if not batch and not touched:
                 break
-            if batch:
-                self._write(batch)
+            # A request's match is told before what it adds.
             if touched:
                 self._guarded(self._tier.touch, touched, None)
+            if batch:
+                self._write(batch)
         with self._changed:
             self._busy = False
             self._changed.notify_all()

@@ -11,9 +11,9 @@ Time is what was inserted: a *tick* is a byte, or any other unit of size, and a 
 many ticks as the tier has room for. So downtime doesn't age anything, and a table holds for any
 capacity.
 
-State is local. A request writes the standing of the deepest block that it matched and of those
-that it adds; a block whose last child leaves takes over from the child (`inherit`). So only leaves
-and the ends of requests have exact standings, and nothing else is ever read.
+State is local. A request writes the standing of the deepest block that it matched (`touch`) and of
+those that it adds one by one (`arrive`), in however many steps; a block whose last child leaves
+takes over from the child (`inherit`). So only leaves and the ends of requests have exact standings.
 
 An *awaited* block is one that a request ended at: that it returns, or doesn't, is what is counted.
 It stays awaited as a *ghost*, its standing alone, for `HORIZON` turnovers after it left. Without
@@ -36,13 +36,16 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tieredkv.keys import WINDOW_TOKENS
+
 K = TypeVar("K", bound=Hashable)
 K_co = TypeVar("K_co", bound=Hashable, covariant=True)
 Array = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
-# Turnovers that a block is awaited for.
+# Turnovers that a block is awaited for, and how many that have left may be, for each that is here.
 HORIZON = 8
+GHOSTS_PER_BLOCK = 8
 
 # Ages in turnovers: bin 0 up to the first octave, then two bins an octave up to the horizon.
 _FIRST_OCTAVE, _LAST_OCTAVE, _PER_OCTAVE = -7, 3, 2
@@ -72,6 +75,8 @@ _CLASS_WEIGHT = 20.0
 _POOL_WEIGHT = 20.0
 _POOL_HAZARD = 0.15 / _PER_OCTAVE
 _POOL_FALL = 0.7
+# Of the first bin, which is wider for its age than the next: as likely for each tick at least.
+_FIRST_BIN = float(_WIDTHS[0] / _WIDTHS[1])
 _MAX_HAZARD = 0.98
 # What is believed of a block that four prompts or more share, whatever the pool does: it has to
 # outlive a burst of prompts that never come again, before it was ever seen idle for so long.
@@ -86,7 +91,7 @@ _GRID = _GRID_START + np.arange((_LAST_OCTAVE - _GRID_START + 4) * _STEPS_PER_OC
 )
 
 _VERSION = 1
-_HEAD = struct.Struct("<IQQ")
+_HEAD = struct.Struct("<IQQQ")
 
 
 # ---- standings
@@ -124,6 +129,26 @@ class Standing:
         return _PRIVATE + _FIRST_TURNS + later * len(_FRESH_TOKENS) + size
 
 
+def kind_of(tokens: bytes, block_tokens: int) -> int:
+    """Kind of a block with these tokens, in a tier whose whole blocks have ``block_tokens``."""
+    if not tokens or tokens == WINDOW_TOKENS:
+        return STATE
+    return BLOCK if len(tokens) >= 8 * block_tokens else TAIL
+
+
+class Places(Protocol[K]):
+    """Where the standings of the blocks of a tier are."""
+
+    def standing(self, key: K) -> Standing:
+        """That of a block that is here."""
+
+    def stand(self, key: K, standing: Standing) -> None:
+        """Give it another one."""
+
+    def parent(self, key: K) -> K | None:
+        """Key of its parent, None at the root."""
+
+
 def touch(standing: Standing, now: int, counters: Counters) -> Standing:
     """The deepest block of a request's match, used. Before what the request adds is added.
 
@@ -140,54 +165,64 @@ def touch(standing: Standing, now: int, counters: Counters) -> Standing:
     return used
 
 
-def extend(
-    parent: Standing | None, n_tokens: int, now: int, counters: Counters
-) -> tuple[Standing | None, Standing]:
-    """Blocks of ``n_tokens`` in all are added below ``parent`` (None at the root).
-
-    Returns the parent's new standing and that of the last of the new blocks, which now is
-    awaited; those above it get `inner` of it. A request may add its blocks in several steps.
+def renew(standing: Standing, now: int, counters: Counters) -> Standing:
+    """A block is used by a request that was counted here already, or of which no more is known:
+    its wait begins anew, and nothing is learned.
     """
+    if standing.awaited:
+        counters.cancel(standing.of_class, standing.last)
+        counters.begin(standing.of_class, now)
+    return replace(standing, last=now)
+
+
+def arrive(
+    places: Places[K],
+    above: K | None,
+    kind: int,
+    n_tokens: int,
+    ghost: Standing | None,
+    now: int,
+    counters: Counters,
+) -> Standing:
+    """Standing of a new block of ``n_tokens`` below ``above`` (None at the root), where what is
+    above it may get another one. It left with ``ghost``, if it was here before and was awaited.
+    """
+    if ghost is not None:
+        _came_back(ghost, now, counters)
+    if kind != BLOCK:
+        new = Standing(now, kind, awaited=True)
+        counters.begin(new.of_class, now)
+        return new
+    parent = None if above is None else places.standing(above)
     goes_on = parent is not None and parent.awaited and not parent.branches
-    turn, fresh = 1, n_tokens
-    if parent is not None and goes_on:
-        turn, fresh = parent.turn, parent.fresh + n_tokens
-        parent = _unawaited(parent, counters)
-    end = Standing(now, turn=turn, fresh=fresh, awaited=True)
-    counters.begin(end.of_class, now)
-    return parent, end
-
-
-def recall(
-    parent: Standing | None, ghost: Standing, n_tokens: int, now: int, counters: Counters
-) -> tuple[Standing | None, Standing]:
-    """Like `extend`, and instead of it, if some of the new blocks had left: the deepest of them
-    that isn't a tail left with ``ghost``, and ``n_tokens`` are below it.
-    """
-    if parent is not None and parent.awaited and parent.branches <= 1:
-        # The request neither ended nor parted here: it went on along a chain whose end had left.
-        parent = replace(_unawaited(parent, counters), branches=0)
-    turn = 1 if ghost.branches else ghost.turn + 1
-    end = Standing(now, turn=turn, fresh=n_tokens, awaited=True)
-    counters.begin(end.of_class, now)
-    return parent, end
-
-
-def count_return(ghost: Standing, now: int, counters: Counters) -> None:
-    """A block that left is added again. To be called for each."""
-    _came_back(ghost, now, counters)
-
-
-def inner(end: Standing) -> Standing:
-    """Standing of new blocks above ``end``."""
-    return replace(end, awaited=False)
-
-
-def hang(kind: int, now: int, counters: Counters) -> Standing:
-    """Standing of a new tail or of new state (``TAIL``, ``STATE``). The parent's doesn't change."""
-    new = Standing(now, kind, awaited=True)
+    if parent is not None and above is not None and goes_on:
+        places.stand(above, _unawaited(parent, counters))
+    if ghost is not None:
+        _rejoin(places, above, counters)
+        turn = 1 if ghost.branches else ghost.turn + 1
+        new = Standing(now, turn=turn, awaited=True)
+    elif parent is not None and goes_on:
+        # The request that ended at the parent goes on: it may add its blocks in several steps.
+        new = Standing(now, turn=parent.turn, fresh=parent.fresh + n_tokens, awaited=True)
+    else:
+        new = Standing(now, fresh=n_tokens, awaited=True)
     counters.begin(new.of_class, now)
     return new
+
+
+def _rejoin(places: Places[K], above: K | None, counters: Counters) -> None:
+    """A block that is back shows that its request did not part where its match ended, up from
+    ``above``, past blocks that it has added: it went on along a chain whose end had left.
+    """
+    while above is not None:
+        standing = places.standing(above)
+        if standing.branches:
+            if standing.branches == 1 and standing.awaited:
+                places.stand(above, replace(_unawaited(standing, counters), branches=0))
+            return
+        if standing.turn > 1 or standing.refs:
+            return
+        above = places.parent(above)
 
 
 def inherit(parent: Standing, child: Standing, counters: Counters) -> Standing:
@@ -197,24 +232,31 @@ def inherit(parent: Standing, child: Standing, counters: Counters) -> Standing:
     if not (hangs or parent.awaited or parent.branches) and child.last >= parent.last:
         # The child's ghost is awaited; this block waits for the same prompt.
         return replace(child, refs=refs, awaited=False)
+    # More uses may make another class of it, and then its wait is one of that class.
+    same = _reclassed(parent, replace(parent, refs=refs), counters)
     if child.last <= parent.last:
-        # More uses may make another class of it, and then its wait is one of that class.
-        same = replace(parent, refs=refs)
-        if parent.awaited and same.of_class != parent.of_class:
-            counters.cancel(parent.of_class, parent.last)
-            counters.begin(same.of_class, same.last)
         return same
-    _came_back(parent, child.last, counters)
-    used = replace(parent, last=child.last, refs=refs)
-    if used.awaited:
-        counters.begin(used.of_class, used.last)
-    return used
+    if child.refs:
+        _came_back(same, child.last, counters)
+        used = replace(same, last=child.last)
+        if used.awaited:
+            counters.begin(used.of_class, used.last)
+        return used
+    # Nobody used the child since the request that added it, which is the one that ended here.
+    return renew(same, child.last, counters)
 
 
 def drop(standing: Standing, counters: Counters) -> None:
     """A block leaves for another reason than room: it is counted neither as returned nor not."""
     if standing.awaited:
         counters.cancel(standing.of_class, standing.last)
+
+
+def _reclassed(old: Standing, new: Standing, counters: Counters) -> Standing:
+    if old.awaited and new.of_class != old.of_class:
+        counters.cancel(old.of_class, old.last)
+        counters.begin(new.of_class, new.last)
+    return new
 
 
 def _unawaited(standing: Standing, counters: Counters) -> Standing:
@@ -234,12 +276,14 @@ class Counters:
     """Returns by class and age, and waits that go on by class and beginning.
 
     ``span`` is the ticks of a turnover. Two of the same span can be added, whatever each has
-    seen: one may hold the beginning of a wait and the other its end.
+    seen: one may hold the beginning of a wait and the other its end. What began before the
+    tick ``since`` is not counted.
     """
 
-    def __init__(self, span: int) -> None:
+    def __init__(self, span: int, since: int = 0) -> None:
         self.span = span
-        self.cohort = 0
+        self.since = since
+        self.cohort = self._cohort_of(since)
         self.returns: Array = np.zeros((CLASSES, BINS), np.float32)
         self.lost: Array = np.zeros(CLASSES, np.float32)
         self.waiting: Array = np.zeros((CLASSES, COHORTS), np.float32)
@@ -255,6 +299,8 @@ class Counters:
     def end(self, of_class: int, start: int, now: int) -> None:
         """A wait ends in a return. One that was lost before counts as a late return as well."""
         self.advance(now)
+        if start < self.since:
+            return
         self._wait(of_class, start, -1)
         self.returns[of_class, bin_of((now - start) / self.span)] += 1
 
@@ -273,6 +319,7 @@ class Counters:
             other = other.copy()
             other._advance(self.cohort)
         self._advance(other.cohort)
+        self.since = min(self.since, other.since)
         self.returns += other.returns
         self.lost += other.lost
         self.waiting += other.waiting
@@ -284,7 +331,7 @@ class Counters:
     def to_bytes(self) -> bytes:
         """Under 4 KB, little-endian."""
         arrays = (self.returns, self.lost, self.waiting)
-        head = _HEAD.pack(_VERSION, self.span, self.cohort)
+        head = _HEAD.pack(_VERSION, self.span, self.since, self.cohort)
         return head + b"".join(a.astype("<f4").tobytes() for a in arrays)
 
     @classmethod
@@ -292,11 +339,11 @@ class Counters:
         """What `to_bytes` made. Raises ValueError if it is nothing that this version made."""
         if len(data) != _HEAD.size + 4 * (CLASSES * BINS + CLASSES + CLASSES * COHORTS):
             raise ValueError("counters of another size")
-        version, span, cohort = _HEAD.unpack_from(data)
+        version, span, since, cohort = _HEAD.unpack_from(data)
         numbers = np.frombuffer(data, "<f4", offset=_HEAD.size).astype(np.float32)
         if version != _VERSION or not span or not np.isfinite(numbers).all():
             raise ValueError("counters of another version, or none")
-        counters = cls(span)
+        counters = cls(span, since)
         counters.cohort = cohort
         returns, lost, waiting = np.split(numbers, (CLASSES * BINS, CLASSES * BINS + CLASSES))
         counters.returns[:] = returns.reshape(CLASSES, BINS)
@@ -308,6 +355,8 @@ class Counters:
         return tick * _COHORTS_PER_TURNOVER // self.span
 
     def _wait(self, of_class: int, start: int, n: int) -> None:
+        if start < self.since:
+            return
         cohort = self._cohort_of(start)
         if cohort > self.cohort:
             self._advance(cohort)
@@ -343,7 +392,7 @@ class Table:
     """Scores by class and age, and where in a class to look for its smallest."""
 
     def __init__(self, scores: Floats, span: int) -> None:
-        self._span = span
+        self.span = span
         self._scores: list[list[float]] = scores.tolist()
         self._dips = [tuple(int(2.0**x * span) for x in _dips(row)) for row in scores]
 
@@ -363,7 +412,7 @@ class Table:
         row = self._scores[of_class]
         if age <= 0:
             return row[0]
-        step = int((math.log2(age / self._span) - _GRID_START) * _STEPS_PER_OCTAVE)
+        step = int((math.log2(age / self.span) - _GRID_START) * _STEPS_PER_OCTAVE)
         return row[min(max(step, 0), len(row) - 1)]
 
     def dips(self, of_class: int) -> tuple[int, ...]:
@@ -376,12 +425,12 @@ def hazards(counters: Counters, now: int) -> Floats:
     returns = _smooth(counters.returns.astype(np.float64))
     at_risk = _smooth(_exposures(counters, now))
     pool = np.empty(BINS)
-    believed = _POOL_HAZARD
+    believed = _POOL_HAZARD * _FIRST_BIN
     for b in range(BINS):
         pool[b] = (returns[:, b].sum() + _POOL_WEIGHT * believed) / (
             at_risk[:, b].sum() + _POOL_WEIGHT
         )
-        believed = pool[b] * _POOL_FALL
+        believed = pool[b] * _POOL_FALL / (1 if b else _FIRST_BIN)
     # A class differs from the pool first by a factor, then, as far as its counts say, in shape.
     expected = at_risk @ pool
     factor = (returns.sum(axis=1) + _CLASS_WEIGHT) / (expected + _CLASS_WEIGHT)
@@ -502,14 +551,17 @@ class Choice(Generic[K]):
         else:
             self._heads[shelf] = head
 
-    def replaced(self, shelf: int, last: int, key: K) -> None:
-        """To be called instead if the first leaf has left, and one with the same last use has come
-        to the same shelf: its parent, most often.
+    def left(self, shelf: int, last: int, heir: tuple[int, int, K] | None) -> None:
+        """To be called instead once the first leaf has left this place; its parent, if that is a
+        leaf now, has come to the place ``heir``: shelf, last use and key.
         """
-        if key in self._spared:
-            self.changed(shelf)
-        else:
-            self._heads[shelf] = (self._heads[shelf][0], last, key)
+        if heir is not None and heir[:2] == (shelf, last) and heir[2] not in self._spared:
+            # The blocks of a chain take each other's place: nothing has to be looked for.
+            self._heads[shelf] = (self._heads[shelf][0], *heir[1:])
+            return
+        self.changed(shelf)
+        if heir is not None and heir[0] != shelf:
+            self.changed(heir[0])
 
     def _candidates(self, shelf: int) -> Iterator[tuple[int, K]]:
         """The oldest leaf, and those next to where the score is smallest, older and newer."""
@@ -562,6 +614,12 @@ class Shelves(Generic[K]):
             yield row[i]
 
 
+def is_forgotten(left: int, n_ghosts: int, counters: Counters, now: int, n_blocks: int) -> bool:
+    """Whether the ghost that left first, at the tick ``left``, is awaited no more."""
+    too_late = left < now - COHORTS * counters.span // _COHORTS_PER_TURNOVER
+    return too_late or n_ghosts > GHOSTS_PER_BLOCK * max(1, n_blocks)
+
+
 class Ghosts(Generic[K]):
     """Standings of blocks that left, in memory, in the order in which they left."""
 
@@ -570,6 +628,9 @@ class Ghosts(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._rows
 
     def add(self, key: K, standing: Standing, now: int) -> None:
         """A block leaves. Only who is awaited is kept."""
@@ -582,14 +643,13 @@ class Ghosts(Generic[K]):
         row = self._rows.pop(key, None)
         return row[1] if row else None
 
-    def trim(self, limit: int, before: int) -> None:
-        """Forget the first that left: all before the tick ``before``, and those over a number.
-
-        Their waits go on in the counters until they are lost there.
+    def trim(self, counters: Counters, now: int, n_blocks: int) -> None:
+        """Forget those that are awaited no more, beside ``n_blocks`` that are here: the first
+        that left. Their waits go on in the counters until they are lost there.
         """
         while self._rows:
             key, (left, _) = next(iter(self._rows.items()))
-            if left >= before and len(self._rows) <= limit:
+            if not is_forgotten(left, len(self._rows), counters, now, n_blocks):
                 return
             del self._rows[key]
 
@@ -652,3 +712,37 @@ class Trial(Generic[K]):
         self._stay = min(self._stay * _LONGER, _MAX_STAY) if again else _STAY
         self._until = self._asked + self._stay
         self._deficit = 0.0
+
+
+class Judge(Generic[K]):
+    """Says by which table leaves are chosen: the one learned, or by age while the trial is lost.
+
+    What a process needs for itself of the policy of a tier; nothing here has to outlive it.
+    """
+
+    # Choices that are made by one table; learning another takes a millisecond or two.
+    _PER_TABLE = 64
+
+    def __init__(self, trial: Trial[K] | None) -> None:
+        """Without a trial it is always the one learned."""
+        self._trial = trial
+        self._n_asked = 0
+        self._learned: Table | None = None
+        self._by_age: Table | None = None
+
+    def saw(self, path: Sequence[K], n_matched: int, room: int) -> None:
+        """See `Trial.saw`."""
+        if self._trial is not None:
+            self._trial.saw(path, n_matched, room)
+
+    def table(self, counters: Counters, now: int) -> Table:
+        """The table for a choice at a time."""
+        if self._trial is not None and self._trial.is_lost:
+            if self._by_age is None or self._by_age.span != counters.span:
+                self._by_age = Table.by_age(counters.span)
+            return self._by_age
+        is_old = not self._n_asked % self._PER_TABLE
+        self._n_asked += 1
+        if is_old or self._learned is None or self._learned.span != counters.span:
+            self._learned = Table.learned(counters, now)
+        return self._learned
