@@ -90,15 +90,6 @@ def _leaves(rows: list[tuple[int, int]]) -> Shelves[int]:
     return leaves
 
 
-def _same(one: Counters, other: Counters) -> bool:
-    pairs = (
-        (one.returns, other.returns),
-        (one.lost, other.lost),
-        (one.waiting, other.waiting),
-    )
-    return one.cohort == other.cohort and all(np.allclose(a, b, atol=1e-3) for a, b in pairs)
-
-
 # ---- standings
 
 
@@ -220,23 +211,6 @@ def test_a_dropped_block_is_counted_neither_way() -> None:
 # ---- counters
 
 
-@settings(max_examples=40, deadline=None)
-@given(waits, st.data())
-def test_counts_of_several_add_up_to_those_of_one(
-    rows: list[tuple[int, int, int | None]], data: st.DataObject
-) -> None:
-    """Otherwise processes that share a store would learn something else than one alone."""
-    one, parts = Counters(SPAN), [Counters(SPAN) for _ in range(3)]
-    for event in _events(rows):
-        _count(one, event)
-        _count(parts[data.draw(st.integers(0, 2))], event)
-    for part in parts[1:]:
-        parts[0].add(part)
-    one.advance(24 * SPAN)
-    parts[0].advance(24 * SPAN)
-    assert _same(one, parts[0])
-
-
 @settings(deadline=None)
 @given(waits)
 def test_counters_come_back_from_their_bytes(rows: list[tuple[int, int, int | None]]) -> None:
@@ -257,12 +231,6 @@ def test_other_bytes_are_no_counters(data: bytes) -> None:
     for damaged in (data, sound[:-1], b"\xff" * 4 + sound[4:], sound[:-4] + b"\x00\x00\xc0\x7f"):
         with pytest.raises(ValueError, match="counters"):
             Counters.from_bytes(damaged)
-
-
-def test_counters_of_another_span_are_not_added() -> None:
-    """Otherwise ages in two units would be mixed."""
-    with pytest.raises(ValueError, match="span"):
-        Counters(SPAN).add(Counters(2 * SPAN))
 
 
 @settings(deadline=None)

@@ -18,7 +18,7 @@ takes over from the child (`inherit`). So only leaves and the ends of requests h
 An *awaited* block is one that a request ended at: that it returns, or doesn't, is what is counted.
 It stays awaited as a *ghost*, its standing alone, for `HORIZON` turnovers after it left. Without
 ghosts late returns would be invisible, and the policy would learn that nothing old returns.
-`Counters` are sums, so those of several processes can be added up.
+`Counters` are sums: several processes may change one set of them in turn.
 
 All values are private to their caller: nothing here locks.
 """
@@ -275,9 +275,7 @@ def _came_back(standing: Standing, now: int, counters: Counters) -> None:
 class Counters:
     """Returns by class and age, and waits that go on by class and beginning.
 
-    ``span`` is the ticks of a turnover. Two of the same span can be added, whatever each has
-    seen: one may hold the beginning of a wait and the other its end. What began before the
-    tick ``since`` is not counted.
+    ``span`` is the ticks of a turnover. What began before the tick ``since`` is not counted.
     """
 
     def __init__(self, span: int, since: int = 0) -> None:
@@ -307,26 +305,6 @@ class Counters:
     def advance(self, now: int) -> None:
         """Let time go on to ``now``: who waited longer than the horizon is lost."""
         self._advance(self._cohort_of(now))
-
-    def add(self, other: Counters) -> None:
-        """Add what ``other`` counted, at the later of both times.
-
-        Raises ValueError if the spans differ.
-        """
-        if other.span != self.span:
-            raise ValueError(f"counters of spans {self.span} and {other.span}")
-        if other.cohort < self.cohort:
-            other = other.copy()
-            other._advance(self.cohort)
-        self._advance(other.cohort)
-        self.since = min(self.since, other.since)
-        self.returns += other.returns
-        self.lost += other.lost
-        self.waiting += other.waiting
-
-    def copy(self) -> Counters:
-        """Another with the same counts."""
-        return Counters.from_bytes(self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Under 4 KB, little-endian."""
@@ -720,13 +698,16 @@ class Judge(Generic[K]):
     What a process needs for itself of the policy of a tier; nothing here has to outlive it.
     """
 
-    # Choices that are made by one table; learning another takes a millisecond or two.
+    # Choices that are made by one table at most, and turnovers that it is used for, in part;
+    # learning another takes a millisecond or two.
     _PER_TABLE = 64
+    _TABLES_PER_TURNOVER = 16
 
     def __init__(self, trial: Trial[K] | None) -> None:
         """Without a trial it is always the one learned."""
         self._trial = trial
-        self._n_asked = 0
+        self._n_left = 0
+        self._until = 0
         self._learned: Table | None = None
         self._by_age: Table | None = None
 
@@ -741,8 +722,10 @@ class Judge(Generic[K]):
             if self._by_age is None or self._by_age.span != counters.span:
                 self._by_age = Table.by_age(counters.span)
             return self._by_age
-        is_old = not self._n_asked % self._PER_TABLE
-        self._n_asked += 1
+        self._n_left -= 1
+        is_old = self._n_left < 0 or now > self._until
         if is_old or self._learned is None or self._learned.span != counters.span:
             self._learned = Table.learned(counters, now)
+            self._n_left = self._PER_TABLE
+            self._until = now + counters.span // self._TABLES_PER_TURNOVER
         return self._learned

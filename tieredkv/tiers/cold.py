@@ -430,6 +430,11 @@ def _tell_nobody(_done: int, _total: int) -> None:
     pass
 
 
+def _sizes(rows: Rows) -> tuple[int, int]:
+    """Blocks that are here, and those that were ever added."""
+    return rows.n_blocks, rows.number(ADDED) or 0
+
+
 def _holds(rows: Rows, chain: Chain, i: int) -> bool:
     if rows.has(chain.keys[i]):
         return True
@@ -533,7 +538,7 @@ class ColdTier(_Reading):
         self._judge: Judge[BlockKey] = Judge(Trial())
         # Blocks added by all when this tier was opened, and since then by this one that were
         # shown to the judge.
-        self._n_added_before = self._n_added()
+        _, self._n_added_before = self._read(_sizes, (0, 0))
         self._n_shown = 0
         self._origins: dict[BlockKey, Origin] = {}
         if self.cap_bytes != self._wanted_cap:
@@ -571,12 +576,10 @@ class ColdTier(_Reading):
         """See ``Tier.saw``. Each process judges by its own requests, in the part of the room that
         its own blocks have among all that were added meanwhile.
         """
-        n_added = max(self._n_shown, self._n_added() - self._n_added_before)
-        room = self.n_blocks * (self._n_shown + 1) // (n_added + 1)
+        n_blocks, n_added = self._read(_sizes, (0, 0))
+        n_meanwhile = max(self._n_shown, n_added - self._n_added_before)
+        room = n_blocks * (self._n_shown + 1) // (n_meanwhile + 1)
         self._judge.saw(keys, n_held, max(1, room))
-
-    def _n_added(self) -> int:
-        return self._read(lambda rows: rows.number(ADDED) or 0, 0)
 
     def trim_to(self, n_bytes: int) -> None:
         """See ``Tier.trim_to``. In bounded steps, between which others may write."""
