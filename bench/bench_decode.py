@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from tieredkv import TieredPromptCache, keys
 
 KEY = ("bench", None, None)
 PROMPT_TOKENS = 8
-STEPS = 25
+# Company changes every few steps and comes in another order in each round, so that whatever else
+# the machine does meets all alike.
+STEPS = 8
+SETTLING = 2
 # By streams: a step of several takes longer.
-ROUNDS = {1: 5, 4: 2}
-# Steps after a change of company that aren't counted.
-SETTLING = 3
+ROUNDS = {1: 16, 4: 6}
 
 
 @pytest.fixture(scope="module")
@@ -44,45 +45,97 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Decoding:
-    """So many streams that are decoded as mlx-lm's server does it, for ever the same tokens."""
+    """So many streams that are decoded as mlx-lm's server does it."""
 
     def __init__(self, model: Any, n_streams: int) -> None:
-        self._model = model
-        self._prompts = [[1 + i] * PROMPT_TOKENS for i in range(n_streams)]
+        self._generator = BatchGenerator(model, max_tokens=1 << 20)
+        self._generator.insert([[1 + i] * PROMPT_TOKENS for i in range(n_streams)])
+        while not self._generator.next()[1]:
+            pass
 
     def seconds(self, between: Callable[[], None]) -> list[float]:
-        """Durations of the steps after the prompts, each with ``between`` before it."""
-        generator = BatchGenerator(self._model, max_tokens=SETTLING + STEPS + 2)
-        generator.insert(self._prompts)
-        while not generator.next()[1]:
-            pass
+        """Durations of some steps, each with ``between`` before it."""
         found = []
         for _ in range(SETTLING + STEPS):
             # MLX computes meanwhile, so that all but this would be too short a time.
             start = time.perf_counter()
             between()
-            generator.next()
+            self._generator.next()
             found.append(time.perf_counter() - start)
-        generator.close()
         return found[SETTLING:]
 
-
-@contextmanager
-def beside_process(kind: str, blocks: Path, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that works, stopped at first."""
-    command = [sys.executable, "-m", "bench.load", kind, str(blocks), str(folder)]
-    process = subprocess.Popen(command)
-    try:
-        # Until it is under way; it works for as long as it isn't stopped.
-        time.sleep(3)
-        process.send_signal(signal.SIGSTOP)
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+    def close(self) -> None:
+        """End them."""
+        self._generator.close()
 
 
-def _alone() -> None:
+class Alone:
+    """No company."""
+
+    def __enter__(self) -> Callable[[], None]:
+        """What is to be called between steps."""
+        return _nothing
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class BesideWriter:
+    """A writer on a thread of this process, with work until the end of the block."""
+
+    def __init__(self, blocks: Path, folder: Path) -> None:
+        self._writer = Saturated(blocks, folder)
+        self._n_bytes = 0
+        self._seconds = 0.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Encoded bytes, while it had work."""
+        return self._n_bytes / self._seconds
+
+    def __enter__(self) -> Callable[[], None]:
+        """See `Alone`."""
+        self._writer.prepare()
+        self._n_bytes -= self._writer.bytes_written
+        self._seconds -= time.perf_counter()
+        return self._writer.feed
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds += time.perf_counter()
+        self._n_bytes += self._writer.bytes_written
+        self._writer.rest()
+
+    def close(self) -> None:
+        """End it."""
+        self._writer.close()
+
+
+class BesideProcess:
+    """A process that works, stopped but for the block."""
+
+    def __init__(self, kind: str, blocks: Path, folder: Path) -> None:
+        command = [sys.executable, "-m", "bench.load", kind, str(blocks), str(folder)]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        # Its line says that it is under way.
+        self._process.stdout.readline()
+        self._process.send_signal(signal.SIGSTOP)
+
+    def __enter__(self) -> Callable[[], None]:
+        """See `Alone`."""
+        self._process.send_signal(signal.SIGCONT)
+        return _nothing
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def _nothing() -> None:
     pass
 
 
@@ -92,7 +145,6 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     return {"p50": float(p50), "p99": float(p99), "max": max(seconds)}
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="processes are stopped as on Unix")
 @pytest.mark.parametrize("n_streams", ROUNDS)
 def test_decode_beside_the_writer(
     benchmark: BenchmarkFixture, blocks: Path, tmp_path: Path, n_streams: int
@@ -100,32 +152,28 @@ def test_decode_beside_the_writer(
     """Also beside the same work in a process of its own, and beside plain copies in one: what
     those cost is the price of cores and memory, not of the interpreter.
     """
-    decoding = Decoding(model()[0], n_streams)
-    found: dict[str, list[float]] = {}
-    written = spent = 0.0
+    rounds = ROUNDS[n_streams]
     with ExitStack() as stack:
-        ours = Saturated(blocks, tmp_path / "thread")
-        stack.callback(ours.close)
+        decoding = stack.enter_context(closing(Decoding(model()[0], n_streams)))
+        ours = stack.enter_context(closing(BesideWriter(blocks, tmp_path / "thread")))
         others = {
-            f"{kind} process": stack.enter_context(beside_process(kind, blocks, tmp_path / kind))
+            f"{kind} process": stack.enter_context(
+                closing(BesideProcess(kind, blocks, tmp_path / kind))
+            )
             for kind in ("writer", "memcpy")
         }
-        for _ in range(ROUNDS[n_streams]):
-            found.setdefault("idle", []).extend(decoding.seconds(_alone))
-            ours.prepare()
-            before, start = ours.bytes_written, time.perf_counter()
-            found.setdefault("writer", []).extend(decoding.seconds(ours.feed))
-            written += ours.bytes_written - before
-            spent += time.perf_counter() - start
-            ours.rest()
-            for name, process in others.items():
-                process.send_signal(signal.SIGCONT)
-                found.setdefault(name, []).extend(decoding.seconds(_alone))
-                process.send_signal(signal.SIGSTOP)
-    benchmark.pedantic(lambda: None, rounds=1)
+        company = {"idle": Alone(), "writer": ours, **others}
+        found: dict[str, list[float]] = {name: [] for name in company}
+        names = deque(company)
+        for _ in range(rounds):
+            for name in names:
+                with company[name] as between:
+                    found[name] += decoding.seconds(between)
+            names.rotate(1)
+    benchmark.pedantic(_nothing, rounds=1)
     idle = quantiles(found.pop("idle"))
     benchmark.extra_info |= {f"idle, {name}, ms": 1e3 * v for name, v in idle.items()}
-    benchmark.extra_info["written meanwhile, MB/s"] = written / spent / 1e6
+    benchmark.extra_info["written meanwhile, MB/s"] = ours.bytes_per_second / 1e6
     for who, seconds in found.items():
         for name, value in quantiles(seconds).items():
             benchmark.extra_info[f"{who} / idle, {name}"] = value / idle[name]

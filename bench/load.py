@@ -8,6 +8,7 @@ and what sharing cores and memory does. ``BLOCKS`` is a file that `save` wrote.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ CAP_BYTES = 512 << 20
 QUEUE_BYTES = 256 << 20
 # Made before they are needed: to hash prompts takes milliseconds.
 _READY = 200
+# What is in the queue lasts longer.
+_PATIENCE_SECONDS = 0.05
 _COPIED_BYTES = 64 << 20
 
 
@@ -88,25 +91,30 @@ class Saturated:
         self._tier.close()
 
 
-def _write_for_ever(blocks: Path, folder: Path) -> None:
-    tier = ColdTier(folder, CAP_BYTES, PlaneCodec())
-    for prompt in prompts(blocks):
-        tier.put(prompt)
+def _write_for_ever(blocks: Path, folder: Path) -> Iterator[None]:
+    writer = Saturated(blocks, folder)
+    while True:
+        writer.prepare()
+        yield
+        time.sleep(_PATIENCE_SECONDS)
 
 
-def _copy_for_ever() -> None:
+def _copy_for_ever() -> Iterator[None]:
     source = np.ones(_COPIED_BYTES, np.uint8)
     target = np.empty_like(source)
     while True:
         np.copyto(target, source)
+        yield
 
 
 def main() -> None:
-    """Work until killed."""
+    """Print a line once it works, and work until killed."""
     kind, blocks, folder = sys.argv[1:]
-    if kind == "memcpy":
-        _copy_for_ever()
-    _write_for_ever(Path(blocks), Path(folder))
+    work = _copy_for_ever() if kind == "memcpy" else _write_for_ever(Path(blocks), Path(folder))
+    next(work)
+    print("under way", flush=True)
+    for _ in work:
+        pass
 
 
 if __name__ == "__main__":
