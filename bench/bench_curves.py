@@ -14,19 +14,20 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.compare import Work, fastest, note
 from bench.entries import KEY, Entry
-from bench.state import POINTS, SHAPES, caches_of, prefilled
+from bench.state import SHAPES, caches_of, points, prefilled
 from tieredkv import TieredPromptCache
 
 ROUNDS = 5
-# The rounds of what takes long are fewer: what disturbs it is then short beside it.
-LONG_BYTES = 600 << 20
+# What takes long is done less often, or not at all.
+LONG_BYTES = 400 << 20
+LONG_ROUNDS = 3
 
 
 def rounds(n_bytes: int) -> int:
-    return 3 if n_bytes > LONG_BYTES else ROUNDS
+    return LONG_ROUNDS if n_bytes > LONG_BYTES else ROUNDS
 
 
-@pytest.mark.parametrize(("name", "n_tokens"), POINTS)
+@pytest.mark.parametrize(("name", "n_tokens"), points(2 << 30))
 def test_promote(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens: int) -> None:
     """From a warm page cache, against whole-entry files and a copy of the raw bytes."""
     entry = Entry(tmp_path, SHAPES[name], n_tokens)
@@ -63,7 +64,7 @@ class Inserts:
         mx.clear_cache()
 
 
-@pytest.mark.parametrize(("name", "n_tokens"), POINTS)
+@pytest.mark.parametrize(("name", "n_tokens"), points(LONG_BYTES))
 def test_insert(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens: int) -> None:
     """What the generation thread waits for, against mlx-lm's insert, which copies nothing and
     keeps a batch's memory, and against a copy; and what is on disk at the end of it, against a
@@ -97,8 +98,8 @@ def test_insert(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens
         "mlx-lm": lambda: theirs.insert_cache(KEY, new.tokens, new.live),
         "memcpy": source.copy,
     }
-    times = fastest(contestants, rounds(n_bytes), renew)
-    durable = fastest({"ours": until_durable, "safetensors": whole_entry}, rounds(n_bytes), renew)
+    times = fastest(contestants, LONG_ROUNDS, renew)
+    durable = fastest({"ours": until_durable, "safetensors": whole_entry}, LONG_ROUNDS, renew)
     benchmark.pedantic(lambda: None, rounds=1)
     note(benchmark, times)
     benchmark.extra_info |= {

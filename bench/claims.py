@@ -36,7 +36,7 @@ class Claim:
 
 
 def _hot(mode: str, point: str, what: str) -> tuple[Claim, ...]:
-    bench = f"test_hot_hit[{point}-{mode}]"
+    bench = f"test_hot_hit[{mode}-{point}]"
     return (
         Claim(f"hot hit, {what}, {mode}: over mlx-lm's", bench, "ours / mlx-lm", at_most=1),
         Claim(f"hot hit, {what}, {mode}: over one memcpy", bench, "ours / memcpy"),
@@ -81,7 +81,7 @@ CLAIMS = (
     *_hot("batched", "8B-2048", "8B, 2k tokens"),
     Claim(
         "memory beyond what is held, during a hot hit: over mlx-lm's",
-        "test_hot_hit[8B-2048-sequential]",
+        "test_hot_hit[sequential-8B-2048]",
         "extra memory, ours / mlx-lm",
         1.15,
     ),

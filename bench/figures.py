@@ -112,7 +112,7 @@ def _promote(run: Run) -> Figure | None:
 def _hot_hit(run: Run) -> Figure | None:
     panels = {
         f"8B, {mode}": {
-            line: _curve(run, "test_hot_hit[8B-", f"-{mode}]", key) for key, line in _HOT.items()
+            line: _curve(run, f"test_hot_hit[{mode}-8B-", "]", key) for key, line in _HOT.items()
         }
         for mode in ("sequential", "batched")
     }

@@ -45,7 +45,16 @@ CURVES = {
     "8B": (256, 1024, 2048, 8192),
     "70B": (256, 1024, 2048),
 }
-POINTS = tuple((shape, n) for shape, lengths in CURVES.items() for n in lengths)
+
+
+def points(most_bytes: int) -> list[tuple[str, int]]:
+    """Shapes and lengths of the curves whose state takes at most so many bytes."""
+    return [
+        (name, n)
+        for name, lengths in CURVES.items()
+        for n in lengths
+        if SHAPES[name].bytes_per_token * n <= most_bytes
+    ]
 
 
 @cache

@@ -69,7 +69,7 @@ def run(tmp_path: Path) -> Path:
         for shape in ("SmolLM2", "8B"):
             figures[f"test_promote[{shape}-{n}]"] = promote
         for mode in ("sequential", "batched"):
-            figures[f"test_hot_hit[8B-{n}-{mode}]"] = hot
+            figures[f"test_hot_hit[{mode}-8B-{n}]"] = hot
     path = tmp_path / "bench.json"
     path.write_text(written(figures), encoding="utf-8")
     return path
