@@ -7,14 +7,13 @@ import os
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, LRUPromptCache, save_prompt_cache
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.compare import Work, fastest, note
 from bench.entries import KEY, Entry
-from bench.state import SHAPES, caches_of, points, prefilled
+from bench.state import SHAPES, caches_of, copied, points, prefilled
 from tieredkv import TieredPromptCache
 
 ROUNDS = 5
@@ -31,12 +30,11 @@ def rounds(n_bytes: int) -> int:
 def test_promote(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens: int) -> None:
     """From a warm page cache, against whole-entry files and a copy of the raw bytes."""
     entry = Entry(tmp_path, SHAPES[name], n_tokens)
-    source = np.ones(entry.n_bytes, np.uint8)
     contestants = {
         "ours": entry.from_cold_tier,
         "zstd-3 safetensors": entry.from_zstd,
         "safetensors": entry.from_safetensors,
-        "memcpy": source.copy,
+        "memcpy": copied(SHAPES[name], n_tokens),
     }
     times = fastest(contestants, rounds(entry.n_bytes), entry.demote)
     benchmark.pedantic(lambda: None, rounds=1)
@@ -76,7 +74,6 @@ def test_insert(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens
     hot = TieredPromptCache(hot_bytes=4 << 30)
     cold = TieredPromptCache(tmp_path / "cold", hot_bytes=4 << 30)
     theirs = LRUPromptCache(1)
-    source = np.ones(n_bytes, np.uint8)
 
     def until_durable() -> None:
         cold.insert_cache(KEY, new.tokens, new.live)
@@ -96,7 +93,7 @@ def test_insert(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens
     contestants: dict[str, Work] = {
         "ours": lambda: hot.insert_cache(KEY, new.tokens, new.live),
         "mlx-lm": lambda: theirs.insert_cache(KEY, new.tokens, new.live),
-        "memcpy": source.copy,
+        "memcpy": copied(SHAPES[name], n_tokens),
     }
     times = fastest(contestants, LONG_ROUNDS, renew)
     durable = fastest({"ours": until_durable, "safetensors": whole_entry}, LONG_ROUNDS, renew)

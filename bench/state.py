@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
@@ -122,3 +123,12 @@ def caches_of(shape: Shape, n_tokens: int) -> list[KVCache]:
         mx.eval(cache.state)
         found.append(cache)
     return found
+
+
+def copied(shape: Shape, n_tokens: int) -> Callable[[], object]:
+    """Copies as many bytes as the state has, in as many arrays: one large array would lie in
+    memory that the system has to make first, every time, where layers' arrays find some.
+    """
+    n_bytes = shape.bytes_per_token * n_tokens // (2 * shape.layers)
+    sources = [np.ones(n_bytes, np.uint8) for _ in range(2 * shape.layers)]
+    return lambda: [source.copy() for source in sources]
