@@ -101,9 +101,10 @@ def test_insert(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens
     note(benchmark, times)
     benchmark.extra_info |= {
         "bytes": n_bytes,
-        "seconds until durable": durable["ours"],
-        "seconds until durable, safetensors": durable["safetensors"],
-        "until durable, ours / safetensors": durable["ours"] / durable["safetensors"],
+        "seconds until durable": durable["ours"].seconds,
+        "seconds until durable, safetensors": durable["safetensors"].seconds,
+        "until durable, ours / safetensors": durable["ours"].seconds
+        / durable["safetensors"].seconds,
     }
     assert not hot.stats().faults
     assert not cold.stats().faults

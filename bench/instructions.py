@@ -1,7 +1,7 @@
 """Sections of work between marks, whose instructions `bench.bench_instructions` counts.
 
-``python -m bench.instructions`` runs them under callgrind, which is told to write down its counts
-whenever `adler32` of zlib is called: nothing else here calls it.
+It runs `main` under callgrind, which is told to write down its counts whenever ``adler32`` of zlib
+is called: nothing else here calls it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,3 @@ def main() -> None:
         zlib.adler32(b"")
         work()
     zlib.adler32(b"")
-
-
-if __name__ == "__main__":
-    main()
