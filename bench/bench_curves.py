@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, LRUPromptCache, save_prompt_cache
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.compare import Work, fastest, note
+from bench.compare import Work, fastest, nothing, record
 from bench.entries import KEY, Entry
 from bench.state import SHAPES, caches_of, copied, points, prefilled
 from tieredkv import TieredPromptCache
@@ -36,9 +36,7 @@ def test_promote(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_token
         "safetensors": entry.from_safetensors,
         "memcpy": copied(SHAPES[name], n_tokens),
     }
-    times = fastest(contestants, rounds(entry.n_bytes), entry.demote)
-    benchmark.pedantic(lambda: None, rounds=1)
-    note(benchmark, times)
+    record(benchmark, contestants, rounds(entry.n_bytes), entry.demote)
     benchmark.extra_info["bytes"] = entry.n_bytes
     benchmark.extra_info["encoded / raw bytes"] = entry.encoded_bytes / entry.n_bytes
     assert entry.cache.stats().promotes > 0
@@ -95,10 +93,8 @@ def test_insert(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens
         "mlx-lm": lambda: theirs.insert_cache(KEY, new.tokens, new.live),
         "memcpy": copied(SHAPES[name], n_tokens),
     }
-    times = fastest(contestants, LONG_ROUNDS, renew)
+    record(benchmark, contestants, LONG_ROUNDS, renew)
     durable = fastest({"ours": until_durable, "safetensors": whole_entry}, LONG_ROUNDS, renew)
-    benchmark.pedantic(lambda: None, rounds=1)
-    note(benchmark, times)
     benchmark.extra_info |= {
         "bytes": n_bytes,
         "seconds until durable": durable["ours"].seconds,
@@ -114,5 +110,5 @@ def test_insert(benchmark: BenchmarkFixture, tmp_path: Path, name: str, n_tokens
 
 def test_prefill(benchmark: BenchmarkFixture) -> None:
     """The computation that a hit spares, on the real model."""
-    benchmark.pedantic(lambda: None, rounds=1)
+    benchmark.pedantic(nothing, rounds=1)
     benchmark.extra_info |= {f"seconds, {n}": s for n, s in prefilled().seconds.items()}

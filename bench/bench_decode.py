@@ -17,11 +17,13 @@ import pytest
 from mlx_lm.generate import BatchGenerator
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.compare import nothing
 from bench.load import BLOCK_TOKENS, Saturated, save
 from bench.state import SMALL, caches_of, model
 from tieredkv import TieredPromptCache, keys
 
-KEY = ("bench", None, None)
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
 PROMPT_TOKENS = 8
 # Company changes every few steps and comes in another order in each round, so that whatever else
 # the machine does meets all alike.
@@ -74,7 +76,7 @@ class Alone:
 
     def __enter__(self) -> Callable[[], None]:
         """What is to be called between steps."""
-        return _nothing
+        return nothing
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -124,7 +126,7 @@ class BesideProcess:
     def __enter__(self) -> Callable[[], None]:
         """See `Alone`."""
         self._process.send_signal(signal.SIGCONT)
-        return _nothing
+        return nothing
 
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -133,10 +135,6 @@ class BesideProcess:
         """End it."""
         self._process.kill()
         self._process.communicate()
-
-
-def _nothing() -> None:
-    pass
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
@@ -170,7 +168,7 @@ def test_decode_beside_the_writer(
                 with company[name] as between:
                     found[name] += decoding.seconds(between)
             names.rotate(1)
-    benchmark.pedantic(_nothing, rounds=1)
+    benchmark.pedantic(nothing, rounds=1)
     idle = quantiles(found.pop("idle"))
     benchmark.extra_info |= {f"idle, {name}, ms": 1e3 * v for name, v in idle.items()}
     benchmark.extra_info["written meanwhile, MB/s"] = ours.bytes_per_second / 1e6

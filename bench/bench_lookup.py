@@ -19,7 +19,8 @@ from tieredkv import Namespace, TieredPromptCache, keys
 from tieredkv.core import Block, Chain, TensorSpec
 from tieredkv.tiers.hot import HotTier
 
-KEY = ("bench", None, None)
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
 LENGTHS = CURVES["SmolLM2"]
 TOKENS = LENGTHS[-1]
 ENTRIES = 10

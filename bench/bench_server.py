@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from bench.compare import nothing
 from bench.model import ensure
 from bench.state import model, text_tokens
 
@@ -132,7 +133,7 @@ def test_throughput_of_eight_streams(benchmark: BenchmarkFixture, tmp_path: Path
             order = (ours, theirs) if i % 2 else (theirs, ours)
             done = {host: host.serve(texts) for host in order}
             runs.append((done[ours], done[theirs]))
-    benchmark.pedantic(lambda: None, rounds=1)
+    benchmark.pedantic(nothing, rounds=1)
     ratios = [a.tokens_per_second / b.tokens_per_second for a, b in runs]
     cpu = [a.cpu_seconds_per_token / b.cpu_seconds_per_token for a, b in runs]
     benchmark.extra_info |= {

@@ -20,7 +20,8 @@ from tieredkv import TieredPromptCache
 
 BRANCHES = 20
 BRANCH_TOKENS = 32
-KEY = ("bench", None, None)
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
 
 
 def _branch(prefix: int, i: int) -> list[KVCache]:

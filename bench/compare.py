@@ -19,12 +19,12 @@ class Spent:
     cpu_seconds: float
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What most contestants need before they are timed."""
 
 
 def fastest(
-    contestants: Mapping[str, Work], rounds: int, before: Callable[[], object] = _nothing
+    contestants: Mapping[str, Work], rounds: int, before: Work = nothing
 ) -> dict[str, Spent]:
     """What each spent, of as many rounds, in each of which all take part.
 
@@ -57,9 +57,12 @@ def note(benchmark: BenchmarkFixture, spent: Mapping[str, Spent]) -> dict[str, f
 
 
 def record(
-    benchmark: BenchmarkFixture, contestants: Mapping[str, Work], rounds: int
+    benchmark: BenchmarkFixture,
+    contestants: Mapping[str, Work],
+    rounds: int,
+    before: Work = nothing,
 ) -> dict[str, float]:
     """Time contestants and `note` it; the ratios by contestant."""
-    spent = fastest(contestants, rounds)
-    benchmark.pedantic(_nothing, rounds=1)
+    spent = fastest(contestants, rounds, before)
+    benchmark.pedantic(nothing, rounds=1)
     return note(benchmark, spent)

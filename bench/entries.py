@@ -13,7 +13,8 @@ from mlx_lm.models.cache import KVCache, load_prompt_cache, save_prompt_cache
 from bench.state import Shape, caches_of
 from tieredkv import TieredPromptCache
 
-KEY = ("bench", None, None)
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
 
 
 class Entry:

@@ -19,7 +19,8 @@ from tieredkv.core import Block, Chain, TensorSpec
 from tieredkv.tiers.hot import HotTier
 
 MARK = "adler32"
-KEY = ("bench", None, None)
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
 ROOT = keys.namespace_key(Namespace("bench"))
 BLOCK_TOKENS = 256
 PROMPT_TOKENS = 2048
