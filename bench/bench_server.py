@@ -25,7 +25,7 @@ from bench.state import model, text_tokens
 
 STREAMS = 8
 PROMPT_TOKENS = 12
-REPLY_TOKENS = 24
+REPLY_TOKENS = 32
 PAIRS = 4
 _HEALTHY_SECONDS = 120
 # Of the kernel's clock ticks, fields 14 and 15 of /proc/PID/stat, in user and in system mode.
