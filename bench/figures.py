@@ -84,7 +84,7 @@ def draw(run: Run, folder: Path) -> list[Path]:
 
 
 def _saved(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=100, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=96, metadata={"Software": None}, pil_kwargs={"optimize": True})
     return path
 
 
@@ -129,7 +129,7 @@ def _of_tokens(panels: Mapping[str, Mapping[Line, Points]], what: str) -> Figure
         _plot(ax, lines)
         ax.set_title(title)
         ax.set(xscale="log", yscale="log", xlabel="tokens of the prefix")
-        _name_tokens(ax, max(n for points in lines.values() for n in points))
+        _name_tokens(ax, max((n for points in lines.values() for n in points), default=0.0))
         ax.yaxis.set_major_formatter(FuncFormatter(_seconds))
     axes[0].set_ylabel(what)
     _legend(figure, axes)

@@ -38,8 +38,8 @@ def _row(claim: Claim, value: float | None) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or more before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    """Three digits after the point, none of a large one: what just misses a bound must show."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
 
 
 def machine(written: Mapping[str, Any]) -> str:
