@@ -61,8 +61,9 @@ lint: venv
 bench: venv model
 	@echo "== bench"
 	@mkdir -p build
-	@$(BIN)/python -m pytest $(BENCHES) --benchmark-only --benchmark-json=build/bench.json
-	@$(BIN)/python -m bench.report build/bench.json
+	@$(BIN)/python -m pytest $(BENCHES) --benchmark-only --benchmark-columns=min --durations=0 \
+	  --durations-min=5 --benchmark-json=build/bench.json; \
+	  status=$$?; $(BIN)/python -m bench.report build/bench.json && exit $$status
 
 clean:
 	@echo "== remove $(VENV), build and caches"

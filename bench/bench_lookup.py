@@ -14,12 +14,15 @@ from mlx_lm.models.cache import KVCache, LRUPromptCache
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.compare import fastest, record
+from bench.state import CURVES
 from tieredkv import Namespace, TieredPromptCache, keys
 from tieredkv.core import Block, Chain, TensorSpec
 from tieredkv.tiers.hot import HotTier
 
-KEY = ("bench", None, None)
-TOKENS = 32768
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
+LENGTHS = CURVES["SmolLM2"]
+TOKENS = LENGTHS[-1]
 ENTRIES = 10
 SHARED = 100
 # Bytes a cached token takes in mlx-lm's prompt trie.
@@ -51,16 +54,18 @@ def lookup(cache: TieredPromptCache, tokens: list[int]) -> object:
     return cache._store.match(cache._chain(known[0], keys.as_tokens(tokens)[:-1]))
 
 
-@pytest.mark.parametrize("shares", [SHARED, TOKENS - 50])
-def test_lookup_among_ten_entries(benchmark: BenchmarkFixture, shares: int) -> None:
-    """A prompt of 32k tokens that shares some with all entries, or nearly all with one."""
+@pytest.mark.parametrize(
+    ("n_tokens", "shares"), [*((n, SHARED) for n in LENGTHS), (TOKENS, TOKENS - 50)]
+)
+def test_lookup_among_ten_entries(benchmark: BenchmarkFixture, n_tokens: int, shares: int) -> None:
+    """A prompt that shares some tokens with all entries, or nearly all with one."""
     stem = prompt([], SHARED)
-    prompts = [prompt(stem, TOKENS) for _ in range(ENTRIES)]
+    prompts = [prompt(stem, n_tokens) for _ in range(ENTRIES)]
     cache, theirs = TieredPromptCache(), LRUPromptCache()
     for tokens in prompts:
-        cache.insert_cache(KEY, tokens, state(TOKENS))
-        theirs.insert_cache(KEY, tokens, state(TOKENS))
-    query = prompt(prompts[3][:shares], TOKENS)
+        cache.insert_cache(KEY, tokens, state(n_tokens))
+        theirs.insert_cache(KEY, tokens, state(n_tokens))
+    query = prompt(prompts[3][:shares], n_tokens)
     ratios = record(
         benchmark,
         {
@@ -69,9 +74,10 @@ def test_lookup_among_ten_entries(benchmark: BenchmarkFixture, shares: int) -> N
         },
         rounds=15,
     )
-    trie = fastest({"mlx-lm": lambda: theirs._trie.search(KEY, query)}, rounds=1)["mlx-lm"]
+    trie = fastest({"mlx-lm": lambda: theirs._trie.search(KEY, query)}, rounds=1)["mlx-lm"].seconds
+    benchmark.extra_info["seconds, mlx-lm"] = trie
     benchmark.extra_info["mlx-lm / ours"] = trie / benchmark.extra_info["seconds"]
-    assert ratios["packing and hashing"] <= 3
+    assert n_tokens < TOKENS or ratios["packing and hashing"] <= 3
 
 
 def test_a_prompt_is_hashed_once(benchmark: BenchmarkFixture) -> None:

@@ -30,7 +30,8 @@ from tieredkv import TieredPromptCache, layout
 MODELS = {"sliding window": "gemma3_text", "hybrid": "falcon_h1", "recurrent": "mamba"}
 CHECKPOINT = 64
 REPLY = 8
-KEY = ("bench", None, None)
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
 
 _RNG = random.Random(5)
 SYSTEM, DOCUMENT, QUESTION, OTHER, NEXT, EDITED = (

@@ -8,69 +8,57 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm import load
-from mlx_lm.models.cache import KVCache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import KVCache, save_prompt_cache
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from bench.demo import long_text
-from bench.model import ensure
+from bench.state import PREFILLED, prefilled, text_tokens
 from tieredkv import TieredPromptCache
 
 BRANCHES = 20
 BRANCH_TOKENS = 32
-KEY = ("bench", None, None)
+# No folder of that name: its files would stand for a model.
+KEY = ("a model", None, None)
 
 
-@pytest.fixture(scope="module")
-def prefilled() -> tuple[Any, list[int], list[KVCache]]:
-    """A real model, 2,048 tokens of real text and the state that they leave."""
-    folder = ensure()
-    model, tokenizer = load(str(folder))
-    length = 2048 + BRANCHES * BRANCH_TOKENS
-    tokens = tokenizer.encode(long_text(folder, length + 50))[:length]
-    caches = make_prompt_cache(model)
-    for at in range(0, 2048, 512):
-        model(mx.array([tokens[at : at + 512]]), cache=caches)
-        mx.eval([c.state for c in caches])
-    return model, tokens, caches
-
-
-def _copy(caches: Sequence[KVCache], n: int) -> list[KVCache]:
-    copies = []
-    for c in caches:
-        copy = KVCache()
-        copy.update_and_fetch(c.keys[:, :, :n], c.values[:, :, :n])
-        copies.append(copy)
-    mx.eval([c.state for c in copies])
-    return copies
+def _branch(prefix: int, i: int) -> list[KVCache]:
+    """Live caches of the first tokens of real text, and of as many others as a branch has: those
+    of other tokens of the text, since only their number counts here.
+    """
+    leaves = prefilled().leaves
+    own = slice(i * BRANCH_TOKENS, (i + 1) * BRANCH_TOKENS)
+    found = []
+    for pair in zip(leaves[::2], leaves[1::2], strict=True):
+        cache = KVCache()
+        cache.update_and_fetch(*(x[:, :, :prefix] for x in pair))
+        cache.update_and_fetch(*(x[:, :, own] for x in pair))
+        found.append(cache)
+    mx.eval([c.state for c in found])
+    return found
 
 
 @pytest.mark.parametrize(("prefix", "promised"), [(2048, 0.10), (2000, 0.15)])
 def test_twenty_branches_over_one_prefix(
-    benchmark: BenchmarkFixture, prefilled: Any, tmp_path: Path, prefix: int, promised: float
+    benchmark: BenchmarkFixture, tmp_path: Path, prefix: int, promised: float
 ) -> None:
     """Bytes of the cold tier's file against twenty whole-entry safetensors files.
 
     A prefix of whole blocks, and one that ends inside a block: its 208 tokens there are stored
     again by every branch.
     """
-    model, tokens, caches = prefilled
+    tokens = text_tokens()
     whole = 0
 
     def insert_all() -> TieredPromptCache:
         nonlocal whole
         cache = TieredPromptCache(tmp_path / "cold", hot_bytes=1 << 30)
         for i in range(BRANCHES):
-            own = tokens[2048 + i * BRANCH_TOKENS : 2048 + (i + 1) * BRANCH_TOKENS]
-            branch = _copy(caches, prefix)
-            model(mx.array([own]), cache=branch)
-            mx.eval([c.state for c in branch])
+            start = PREFILLED + i * BRANCH_TOKENS
+            own = tokens[start : start + BRANCH_TOKENS]
+            branch = _branch(prefix, i)
             save_prompt_cache(str(tmp_path / "entry.safetensors"), branch)
             whole += (tmp_path / "entry.safetensors").stat().st_size
             cache.insert_cache(KEY, tokens[:prefix] + own, branch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -193,3 +195,22 @@ def test_a_step_that_runs_out_of_memory_does_not_end_the_writing(
     assert writer.flush(10)
     assert tier.got == [b.key for b in second]
     writer.close(10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux")
+def test_the_writer_gives_way_and_its_owner_does_not() -> None:
+    """Saturated, it would take a core away from decoding, or decoding would give way with it."""
+    niceness = []
+
+    class Tier(NullTier):
+        def put(self, blocks: Sequence[Block]) -> int:
+            niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return len(blocks)
+
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    writer = Writer(Tier(), 10**9, Log())
+    writer.submit(caches.blocks(caches.chain(range(8))))
+    assert writer.flush(10)
+    writer.close(10)
+    assert niceness[0] > before
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
