@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ class Entry:
     def __init__(self, folder: Path, shape: Shape, n_tokens: int) -> None:
         self._shape = shape
         self._tokens = list(range(n_tokens))
+        self._folder = folder / "cold"
         self._plain = folder / "entry.safetensors"
         self._packed = folder / "entry.zst"
         self._step = mx.zeros((1, shape.heads, 1, shape.width), mx.bfloat16)
         live = caches_of(shape, n_tokens)
         save_prompt_cache(str(self._plain), live)
         self._packed.write_bytes(zstandard.compress(self._plain.read_bytes(), 3))
-        self.cache = TieredPromptCache(folder / "cold", hot_bytes=4 << 30)
+        self.cache = self._opened()
         self.cache.insert_cache(KEY, self._tokens, live)
         assert self.cache.flush(120)
         self.encoded_bytes = self.cache.stats().bytes_written
@@ -38,6 +40,16 @@ class Entry:
     def n_bytes(self) -> int:
         """Raw bytes of the state."""
         return self._shape.bytes_per_token * len(self._tokens)
+
+    def _opened(self) -> TieredPromptCache:
+        return TieredPromptCache(self._folder, hot_bytes=4 << 30)
+
+    def reopen(self, between: Callable[[Path], object]) -> None:
+        """Close the cold tier and open it again; do something to its file before and after."""
+        self.cache.close()
+        between(self._folder / "data.mdb")
+        self.cache = self._opened()
+        between(self._folder / "data.mdb")
 
     def demote(self) -> None:
         """Leave it on disk alone, and MLX without memory to reuse."""

@@ -279,15 +279,25 @@ def test_one_layer_behind_the_others_is_refused() -> None:
         layout.inspect(live, 4)
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_values_that_are_not_finite_are_refused(value: float) -> None:
+def test_values_that_are_not_finite_are_refused(value: float, dtype: mx.Dtype) -> None:
     """A prefill that overflowed once would answer every later prompt with nonsense."""
-    live = caches.make([1, 2, 3, 4])
+    live = caches.make([1, 2, 3, 4], dtype=dtype)
     live[1].values[0, 1, 2, 3] = value
     with pytest.raises(Refused) as e:
         layout.settle(live, 0, 4)
     layout.settle(live, 0, 2)
     assert e.value.reason == "nonfinite"
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
+def test_the_largest_finite_values_are_state_like_any_other(dtype: mx.Dtype) -> None:
+    """What is refused without need is computed again by every prompt."""
+    live = caches.make([1, 2, 3, 4], dtype=dtype)
+    live[1].values[0, 1, 2, 3] = mx.finfo(dtype).max
+    live[0].keys[0, 0, 0, 0] = mx.finfo(dtype).min
+    layout.settle(live, 0, 4)
 
 
 @pytest.mark.parametrize(("live", "n"), [([], 1), ([KVCache()], 0), ([KVCache()], 1)])
