@@ -519,17 +519,31 @@ _FLOAT_BITS = {
 }
 
 
+# What small arrays are put together to before they are looked at.
+_STACK_BYTES = 1 << 20
+
+
 def _all_finite(arrays: Sequence[mx.array]) -> bool:
     """Whether all values are finite. Looks at bits, which on the CPU takes a sixth of the time of
     `mx.isfinite`.
     """
     finite = []
-    for array in arrays:
+    for array in _stacks(arrays):
         words, magnitude, infinity = _FLOAT_BITS[array.dtype]
         bits = array.view(words) & mx.array(magnitude, words)
         finite.append(mx.max(bits) < mx.array(infinity, words))
     mx.eval(finite)
     return all(f.item() for f in finite)
+
+
+def _stacks(arrays: Sequence[mx.array]) -> Iterator[mx.array]:
+    """Small arrays of a kind together: an op for each would take longer than to copy them."""
+    kinds: dict[tuple[mx.Dtype, tuple[int, ...]], list[mx.array]] = {}
+    for array in arrays:
+        kinds.setdefault((array.dtype, array.shape), []).append(array)
+    for alike in kinds.values():
+        n = max(1, _STACK_BYTES // alike[0].nbytes)
+        yield from (mx.stack(alike[i : i + n]) for i in range(0, len(alike), n))
 
 
 def _eval_exact(arrays: list[mx.array]) -> None:
