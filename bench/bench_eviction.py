@@ -27,7 +27,7 @@ def test_eviction(benchmark: BenchmarkFixture) -> None:
     }
     benchmark.extra_info |= {f"{policy}, {share}": rate for (policy, share), rate in rates.items()}
     benchmark.extra_info |= {
-        f"default / whole-lru, {share}": rate / rates["whole-lru", share]
+        f"default / {policy}, {share}": rates["default", share] / rate
         for (policy, share), rate in rates.items()
-        if policy == "default"
+        if policy in ("leaf-lru", "whole-lru")
     }
