@@ -58,7 +58,7 @@ from tieredkv.tiers.records import (
     pack_namespace,
     piece_key,
 )
-from tieredkv.tiers.stamp import STAMP_NAME
+from tieredkv.tiers.stamp import STAMP_NAME, Stamp
 
 CAP = 64 << 20
 
@@ -999,6 +999,28 @@ def test_an_lmdb_environment_of_somebody_else_is_refused_and_kept(folder):
         ColdTier(folder, CAP, PlainCodec())
     with lmdb.open(str(folder), max_dbs=2) as env, env.begin() as txn:
         assert [name for name, _ in txn.cursor()] == [b"theirs"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_store_of_format_2_is_refused_and_kept(folder, is_known):
+    """If this failed, an update would move a sound store aside, or not say what to do about it."""
+    tier = ColdTier(folder, CAP, PlainCodec())
+    tier.put(blocks(range(8)))
+    tier.close()
+    edit(
+        folder,
+        "with env.begin(write=True) as txn:\n"
+        "    txn.drop(db[b'ghost']), txn.drop(db[b'left'])\n"
+        "    txn.put(b'format', (2).to_bytes(8, 'little'), db=db[b'meta'])\n",
+    )
+    if is_known:
+        stamp = Stamp(folder, health.DATA_NAME)
+        stamp.write()
+        stamp.close()
+    for open_tier in (ColdTier, lambda path, _, codec: ColdReader(path, codec)):
+        with pytest.raises(ColdTierUnavailable, match=r"of format 2.*delete this one"):
+            open_tier(folder, CAP, PlainCodec())
+    assert not list(folder.glob("quarantine-*"))
 
 
 def test_another_format_version_is_refused_and_kept(folder):

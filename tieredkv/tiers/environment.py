@@ -22,7 +22,7 @@ from tieredkv.core import FORMAT_VERSION, ColdTierUnavailable, CorruptBlob
 from tieredkv.tiers import health, swap
 from tieredkv.tiers.gate import GATE_NAME, Gate, GateTimeout, is_marked
 from tieredkv.tiers.ledger import CAP, DATABASES, FORMAT, PIECE, Databases, Ledger, Rows
-from tieredkv.tiers.records import PIECE_BYTES
+from tieredkv.tiers.records import PIECE_BYTES, unpack_number
 from tieredkv.tiers.stamp import Stamp, is_intact
 
 logger = logging.getLogger("tieredkv")
@@ -612,9 +612,10 @@ def _open_as_it_is(directory: Path) -> Environment:
         with env.begin() as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         _require_ours(names, directory)
-        dbs = Databases(**{name: env.open_db(name.encode(), create=False) for name in DATABASES})
+        meta = env.open_db(b"meta", create=False)
         with env.begin() as txn:
-            _require_format(Rows(txn, dbs), directory)
+            _require_format(txn, meta, directory)
+        dbs = Databases(**{name: env.open_db(name.encode(), create=False) for name in DATABASES})
         return Environment(directory, env, dbs)
     except BaseException:
         env.close()
@@ -629,7 +630,7 @@ def _databases(env: lmdb.Environment, directory: Path, cap_bytes: int) -> Databa
             _require_ours(names, directory)
         dbs = Databases(**{name: env.open_db(name.encode(), txn=txn) for name in DATABASES})
         if names:
-            _require_format(Rows(txn, dbs), directory)
+            _require_format(txn, dbs.meta, directory)
             return dbs
         ledger = Ledger(txn, dbs, 0)
         ledger.set_number(FORMAT, FORMAT_VERSION)
@@ -639,15 +640,17 @@ def _databases(env: lmdb.Environment, directory: Path, cap_bytes: int) -> Databa
 
 
 def _require_ours(names: set[bytes], directory: Path) -> None:
-    if not names >= {name.encode() for name in DATABASES}:
+    # Those that an earlier format lacks are missed once the format is known.
+    if not names >= health.OURS - health.NEW:
         raise ColdTierUnavailable(
             f"{directory} holds another program's LMDB environment; choose another directory"
         )
 
 
-def _require_format(rows: Rows, directory: Path) -> None:
-    found = rows.number(FORMAT), rows.number(PIECE)
-    if found != (FORMAT_VERSION, PIECE_BYTES):
+def _require_format(txn: lmdb.Transaction, meta: lmdb._Database, directory: Path) -> None:
+    values = [txn.get(name, db=meta) for name in (FORMAT, PIECE)]
+    found = [None if value is None else unpack_number(bytes(value)) for value in values]
+    if found != [FORMAT_VERSION, PIECE_BYTES]:
         raise ColdTierUnavailable(
             f"{directory} is of format {found[0]}, this version reads {FORMAT_VERSION}; "
             "choose another directory or delete this one"
