@@ -1038,6 +1038,37 @@ def test_another_format_version_is_refused_and_kept(folder):
     assert list(folder.glob("quarantine-*")) == []
 
 
+def test_a_store_whose_cap_is_damaged_is_set_aside(folder):
+    """If this failed, one flipped bit would keep a server from starting."""
+    ColdTier(folder, CAP, PlainCodec()).close()
+    edit(
+        folder,
+        "with env.begin(write=True) as txn:\n"
+        "    txn.put(b'cap', (1 << 50).to_bytes(8, 'little'), db=db[b'meta'])\n",
+    )
+    tier = ColdTier(folder, CAP, PlainCodec())
+    assert tier.put(blocks(range(8))) == 2
+    assert tier.cap_bytes == CAP
+    assert len(list(folder.glob("quarantine-*"))) == 1
+    tier.close()
+
+
+def test_a_cap_that_cannot_be_mapped_is_a_fault(folder):
+    """If this failed, a cap raised by a process with more memory could end another one."""
+    ColdTier(folder, CAP, PlainCodec()).close()
+    edit(
+        folder,
+        "with env.begin(write=True) as txn:\n"
+        "    txn.put(b'cap', (1 << 47).to_bytes(8, 'little'), db=db[b'meta'])\n",
+    )
+    tier = ColdTier(folder, CAP, PlainCodec())
+    # Where addresses are longer, it can be mapped.
+    if not tier.put(blocks(range(8))):
+        assert set(tier.counters().faults) == {"lost"}
+    assert not list(folder.glob("quarantine-*"))
+    tier.close()
+
+
 # ---- namespaces and reports
 
 

@@ -33,6 +33,8 @@ _MAX_READERS = 1024
 _COMMITS_PER_READER_CHECK = 20
 # What an empty store and a transaction that changes it take.
 _LEAST_MAP_BYTES = 1 << 20
+# More than this no process can map: a cap beyond it is a damaged one.
+_MOST_MAP_BYTES = 1 << 47
 # How long a change of the map's size waits for the transactions of this process.
 _IDLE_TIMEOUT_S = 10.0
 
@@ -289,10 +291,15 @@ class Environment:
     def _resize(self, size: int) -> bool:
         """Change the map, as LMDB allows while this process has no transaction under way."""
         with self._turn:
-            idle = self._turn.wait_for(lambda: not self._txns, timeout=_IDLE_TIMEOUT_S)
-            if idle:
+            if not self._turn.wait_for(lambda: not self._txns, timeout=_IDLE_TIMEOUT_S):
+                return False
+            try:
                 self._env.set_mapsize(size)
-            return idle
+            except lmdb.MemoryError as error:
+                # LMDB has closed it.
+                self._panicked = True
+                raise Lost(str(error)) from error
+            return True
 
     def _read_once(self, work: Callable[[Rows], _T]) -> _T:
         with self._counted():
@@ -308,6 +315,8 @@ class Environment:
             with self._counted(), self._env.begin(write=True) as txn:
                 ledger = Ledger(txn, self._dbs, self._file_bytes())
                 wanted = map_bytes(ledger.number(CAP) or 0)
+                if wanted > _MOST_MAP_BYTES:
+                    raise CorruptBlob(f"its cap is {wanted} bytes")
                 if wanted > self._env.info()["map_size"]:
                     raise _SmallMap(wanted)
                 result = work(ledger)
