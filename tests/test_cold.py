@@ -58,7 +58,7 @@ from tieredkv.tiers.records import (
     pack_namespace,
     piece_key,
 )
-from tieredkv.tiers.stamp import STAMP_NAME
+from tieredkv.tiers.stamp import STAMP_NAME, Stamp
 
 CAP = 64 << 20
 
@@ -1001,6 +1001,28 @@ def test_an_lmdb_environment_of_somebody_else_is_refused_and_kept(folder):
         assert [name for name, _ in txn.cursor()] == [b"theirs"]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_store_of_format_2_is_refused_and_kept(folder, is_known):
+    """If this failed, an update would move a sound store aside, or not say what to do about it."""
+    tier = ColdTier(folder, CAP, PlainCodec())
+    tier.put(blocks(range(8)))
+    tier.close()
+    edit(
+        folder,
+        "with env.begin(write=True) as txn:\n"
+        "    txn.drop(db[b'ghost']), txn.drop(db[b'left'])\n"
+        "    txn.put(b'format', (2).to_bytes(8, 'little'), db=db[b'meta'])\n",
+    )
+    if is_known:
+        stamp = Stamp(folder, health.DATA_NAME)
+        stamp.write()
+        stamp.close()
+    for open_tier in (ColdTier, lambda path, _, codec: ColdReader(path, codec)):
+        with pytest.raises(ColdTierUnavailable, match=r"of format 2.*delete this one"):
+            open_tier(folder, CAP, PlainCodec())
+    assert not list(folder.glob("quarantine-*"))
+
+
 def test_another_format_version_is_refused_and_kept(folder):
     """If this failed, an older version would misread a newer store, or delete it."""
     tier = ColdTier(folder, CAP, PlainCodec())
@@ -1014,6 +1036,37 @@ def test_another_format_version_is_refused_and_kept(folder):
     with pytest.raises(ColdTierUnavailable, match="format 99"):
         ColdTier(folder, CAP, PlainCodec())
     assert list(folder.glob("quarantine-*")) == []
+
+
+def test_a_store_whose_cap_is_damaged_is_set_aside(folder):
+    """If this failed, one flipped bit would keep a server from starting."""
+    ColdTier(folder, CAP, PlainCodec()).close()
+    edit(
+        folder,
+        "with env.begin(write=True) as txn:\n"
+        "    txn.put(b'cap', (1 << 50).to_bytes(8, 'little'), db=db[b'meta'])\n",
+    )
+    tier = ColdTier(folder, CAP, PlainCodec())
+    assert tier.put(blocks(range(8))) == 2
+    assert tier.cap_bytes == CAP
+    assert len(list(folder.glob("quarantine-*"))) == 1
+    tier.close()
+
+
+def test_a_cap_that_cannot_be_mapped_is_a_fault(folder):
+    """If this failed, a cap raised by a process with more memory could end another one."""
+    ColdTier(folder, CAP, PlainCodec()).close()
+    edit(
+        folder,
+        "with env.begin(write=True) as txn:\n"
+        "    txn.put(b'cap', (1 << 47).to_bytes(8, 'little'), db=db[b'meta'])\n",
+    )
+    tier = ColdTier(folder, CAP, PlainCodec())
+    # Where addresses are longer, it can be mapped.
+    if not tier.put(blocks(range(8))):
+        assert set(tier.counters().faults) == {"lost"}
+    assert not list(folder.glob("quarantine-*"))
+    tier.close()
 
 
 # ---- namespaces and reports

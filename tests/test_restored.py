@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,25 @@ def test_a_prefix_alone_in_a_batch_is_the_batch(store: TieredPromptCache) -> Non
     assert merged[0]._idx == upstreams._idx
     assert mx.array_equal(merged[0].offset, upstreams.offset).item()
     assert mx.array_equal(merged[0].left_padding, upstreams.left_padding).item()
+
+
+@pytest.mark.parametrize("n_left", [0, 1])
+def test_without_threads_the_rows_are_copied_all_the_same(
+    store: TieredPromptCache, n_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If this failed, a host that has its hit would die once the system has no thread left."""
+    left = iter(range(n_left))
+    start = threading.Thread.start
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    found, other = restored(store), restored(store)
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    assert caches.holds(found, TOKENS)
+    assert caches.holds([rows_of(type(c).merge([c])) for c in other], TOKENS)
 
 
 def test_a_batch_grows_as_one_of_mlx_lms(store: TieredPromptCache) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,8 +41,31 @@ class Copiers:
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="tieredkv-copy")
 
     def start(self, work: Callable[[], None]) -> Future[None]:
-        """Do some work, which runs no mlx op, on one of them."""
-        return self._pool.submit(work)
+        """Do some work, which runs no mlx op, on one of them, or here if there can't be any."""
+        once = _Once(work)
+        try:
+            return self._pool.submit(once)
+        except RuntimeError:
+            # The system has no thread left, or the interpreter is about to end. A host that was
+            # given its caches can't do without the rows. The pool may have queued it all the same.
+            once()
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+
+class _Once:
+    """Work that is done once, whoever calls; a call returns when it has been done."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            if self._work is not None:
+                self._work()
+                self._work = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

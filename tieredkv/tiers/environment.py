@@ -22,7 +22,7 @@ from tieredkv.core import FORMAT_VERSION, ColdTierUnavailable, CorruptBlob
 from tieredkv.tiers import health, swap
 from tieredkv.tiers.gate import GATE_NAME, Gate, GateTimeout, is_marked
 from tieredkv.tiers.ledger import CAP, DATABASES, FORMAT, PIECE, Databases, Ledger, Rows
-from tieredkv.tiers.records import PIECE_BYTES
+from tieredkv.tiers.records import PIECE_BYTES, unpack_number
 from tieredkv.tiers.stamp import Stamp, is_intact
 
 logger = logging.getLogger("tieredkv")
@@ -33,6 +33,8 @@ _MAX_READERS = 1024
 _COMMITS_PER_READER_CHECK = 20
 # What an empty store and a transaction that changes it take.
 _LEAST_MAP_BYTES = 1 << 20
+# More than this no process can map: a cap beyond it is a damaged one.
+_MOST_MAP_BYTES = 1 << 47
 # How long a change of the map's size waits for the transactions of this process.
 _IDLE_TIMEOUT_S = 10.0
 
@@ -289,10 +291,15 @@ class Environment:
     def _resize(self, size: int) -> bool:
         """Change the map, as LMDB allows while this process has no transaction under way."""
         with self._turn:
-            idle = self._turn.wait_for(lambda: not self._txns, timeout=_IDLE_TIMEOUT_S)
-            if idle:
+            if not self._turn.wait_for(lambda: not self._txns, timeout=_IDLE_TIMEOUT_S):
+                return False
+            try:
                 self._env.set_mapsize(size)
-            return idle
+            except lmdb.MemoryError as error:
+                # LMDB has closed it.
+                self._panicked = True
+                raise Lost(str(error)) from error
+            return True
 
     def _read_once(self, work: Callable[[Rows], _T]) -> _T:
         with self._counted():
@@ -308,6 +315,8 @@ class Environment:
             with self._counted(), self._env.begin(write=True) as txn:
                 ledger = Ledger(txn, self._dbs, self._file_bytes())
                 wanted = map_bytes(ledger.number(CAP) or 0)
+                if wanted > _MOST_MAP_BYTES:
+                    raise CorruptBlob(f"its cap is {wanted} bytes")
                 if wanted > self._env.info()["map_size"]:
                     raise _SmallMap(wanted)
                 result = work(ledger)
@@ -612,9 +621,10 @@ def _open_as_it_is(directory: Path) -> Environment:
         with env.begin() as txn:
             names = {bytes(name) for name, _ in txn.cursor()}
         _require_ours(names, directory)
-        dbs = Databases(**{name: env.open_db(name.encode(), create=False) for name in DATABASES})
+        meta = env.open_db(b"meta", create=False)
         with env.begin() as txn:
-            _require_format(Rows(txn, dbs), directory)
+            _require_format(txn, meta, directory)
+        dbs = Databases(**{name: env.open_db(name.encode(), create=False) for name in DATABASES})
         return Environment(directory, env, dbs)
     except BaseException:
         env.close()
@@ -629,7 +639,7 @@ def _databases(env: lmdb.Environment, directory: Path, cap_bytes: int) -> Databa
             _require_ours(names, directory)
         dbs = Databases(**{name: env.open_db(name.encode(), txn=txn) for name in DATABASES})
         if names:
-            _require_format(Rows(txn, dbs), directory)
+            _require_format(txn, dbs.meta, directory)
             return dbs
         ledger = Ledger(txn, dbs, 0)
         ledger.set_number(FORMAT, FORMAT_VERSION)
@@ -639,15 +649,17 @@ def _databases(env: lmdb.Environment, directory: Path, cap_bytes: int) -> Databa
 
 
 def _require_ours(names: set[bytes], directory: Path) -> None:
-    if not names >= {name.encode() for name in DATABASES}:
+    # Those that an earlier format lacks are missed once the format is known.
+    if not names >= health.OURS - health.NEW:
         raise ColdTierUnavailable(
             f"{directory} holds another program's LMDB environment; choose another directory"
         )
 
 
-def _require_format(rows: Rows, directory: Path) -> None:
-    found = rows.number(FORMAT), rows.number(PIECE)
-    if found != (FORMAT_VERSION, PIECE_BYTES):
+def _require_format(txn: lmdb.Transaction, meta: lmdb._Database, directory: Path) -> None:
+    values = [txn.get(name, db=meta) for name in (FORMAT, PIECE)]
+    found = [None if value is None else unpack_number(bytes(value)) for value in values]
+    if found != [FORMAT_VERSION, PIECE_BYTES]:
         raise ColdTierUnavailable(
             f"{directory} is of format {found[0]}, this version reads {FORMAT_VERSION}; "
             "choose another directory or delete this one"

@@ -47,6 +47,8 @@ _INDEX = b"index"
 OURS = frozenset(
     (b"meta", b"namespace", b"index", b"use", b"order", b"child", b"blob", b"ghost", b"left")
 )
+# Of these, what format 3 added: without them a store is one of format 2, and sound.
+NEW = frozenset((b"ghost", b"left"))
 # What LMDB says of a file that isn't what it must be. Its other errors, of memory say, tell
 # nothing of the file.
 _DAMAGE = (
@@ -221,7 +223,7 @@ def _walk(directory: str, what: str) -> None:
     env = lmdb.open(directory, readonly=True, create=False, lock=False, readahead=False, max_dbs=16)
     with env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
-    if names and OURS - set(names) not in (frozenset(), OURS):
+    if names and OURS - set(names) not in (frozenset(), NEW, OURS):
         raise lmdb.CorruptedError("one of its databases has another name")
     for name in names:
         db = env.open_db(name, create=False)
