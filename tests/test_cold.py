@@ -1053,6 +1053,23 @@ def test_a_store_whose_cap_is_damaged_is_set_aside(folder):
     tier.close()
 
 
+@pytest.mark.parametrize("name", ["clock", "encoded"])
+def test_a_store_whose_counts_are_at_their_end_is_set_aside(folder, name):
+    """If this failed, every write from then on would raise, and nothing be stored any more."""
+    ColdTier(folder, CAP, PlainCodec()).close()
+    edit(
+        folder,
+        "with env.begin(write=True) as txn:\n"
+        f"    txn.put({name.encode()!r}, bytes([255]) * 8, db=db[b'meta'])\n",
+    )
+    tier = ColdTier(folder, CAP, PlainCodec())
+    for start in range(3):
+        tier.put(blocks(range(start, start + 8)))
+    assert tier.put(blocks(range(8))) == 2
+    assert len(list(folder.glob("quarantine-*"))) == 1
+    tier.close()
+
+
 def test_a_cap_that_cannot_be_mapped_is_a_fault(folder):
     """If this failed, a cap raised by a process with more memory could end another one."""
     ColdTier(folder, CAP, PlainCodec()).close()

@@ -140,6 +140,18 @@ def test_they_are_decoded_into_the_memory_that_is_given(disk: Disk) -> None:
     assert all(b.tensors[0] is given[b.key][0] for b in found[:3])
 
 
+def test_memory_for_blocks_that_are_alike_is_asked_for_at_once(disk: Disk) -> None:
+    """If this failed, making room for a long prompt would take time by the square of its length."""
+    asked: list[int] = []
+
+    def allocate(keys: Sequence[BlockKey], _: Any) -> list[None]:
+        asked.append(len(keys))
+        return [None] * len(keys)
+
+    assert data(disk.loader.load(STORED, allocate)) == data(BLOCKS)
+    assert asked == [len(STORED)]
+
+
 def test_a_stalled_disk_costs_one_wait(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request would wait for it, while it could have been computed."""
     monkeypatch.setattr(loader, "STALL_SECONDS", 0.2)

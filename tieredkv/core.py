@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NewType, Protocol, runtime_checkable
@@ -394,9 +394,9 @@ class Tier(Protocol):
 
 # Called, on the thread that loads and maybe several times, with keys and specs of blocks to come.
 # Gives for each either one writable, C-contiguous piece of memory for each tensor, which then is
-# the block's tensor, or None: the block gets its own.
+# the block's tensor, or None: the block gets its own. It may make one while the last is used.
 Allocate = Callable[
-    [Sequence[BlockKey], Sequence[tuple[TensorSpec, ...]]], Sequence[Sequence[Any] | None]
+    [Sequence[BlockKey], Sequence[tuple[TensorSpec, ...]]], Iterable[Sequence[Any] | None]
 ]
 
 

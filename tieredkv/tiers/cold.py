@@ -825,7 +825,8 @@ class ColdTier(_Reading):
             done.told = self._untold
         for name, n_bytes in zip((ENCODED, DISK), done.told, strict=True):
             if n_bytes:
-                ledger.set_number(name, (ledger.number(name) or 0) + n_bytes)
+                # Two threads may have told the same, which the next one takes back.
+                ledger.set_number(name, max(0, (ledger.number(name) or 0) + n_bytes))
 
     def _purge(self, ledger: Ledger, done: _Done) -> None:
         """Delete damaged blocks and, as no block is without its ancestors, what is below them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -45,7 +46,15 @@ _BUSY = (
 
 _T = TypeVar("_T")
 _FileId = tuple[int, int]
-_DAMAGE = (CorruptBlob, lmdb.CorruptedError, lmdb.PageNotFoundError)
+# The last two: a number in a row was so large that the next one has no room, and nobody counts
+# that far.
+_DAMAGE = (
+    CorruptBlob,
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    struct.error,
+    OverflowError,
+)
 
 
 class Fault(Exception):
@@ -261,7 +270,7 @@ class Environment:
         while True:
             try:
                 return attempt()
-            except (lmdb.Error, _SmallMap, GateTimeout, CorruptBlob, OSError) as error:
+            except (lmdb.Error, _SmallMap, GateTimeout, OSError, *_DAMAGE) as error:
                 if type(error) in cured or not self._cure(error):
                     fault = _fault(error)
                     self._remember(error, fault)

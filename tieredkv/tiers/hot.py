@@ -7,10 +7,11 @@ the tier's bytes are all that MLX holds because of the store.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
 from bisect import bisect_left
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -225,16 +226,18 @@ class HotTier:
         own: Sequence[BlockKey],
         keys: Sequence[BlockKey],
         specs: Sequence[tuple[TensorSpec, ...]],
-    ) -> list[tuple[mx.array, ...] | None]:
+    ) -> Iterator[tuple[mx.array, ...] | None]:
         """Make room for blocks with these keys and specs, without evicting any of ``own``, and
         give the tensors that they will have once they have been written to. None for those that
-        there is no room for. They count until they are put or `unreserve` is called.
+        there is no room for. They count until they are put or `unreserve` is called, and are made
+        one after another, as they are taken.
         """
         with self._lock:
             sizes = [held_bytes(s) for s in specs]
             n = self._make_room({*own, *keys}, sizes)
             self._reserved.update(zip(keys[:n], sizes, strict=False))
-        return [*map(layout.blank, specs[:n]), *([None] * (len(keys) - n))]
+        none = itertools.repeat(None, len(keys) - n)
+        return itertools.chain(map(layout.blank, specs[:n]), none)
 
     def unreserve(self, keys: Iterable[BlockKey]) -> None:
         """Give up what was reserved and not put."""

@@ -140,27 +140,42 @@ class Loader:
             return []
         self._pool.submit(self._announce, group)
         started: list[Future[Any]] = []
-        for stored in group:
-            specs = self._specs_of(stored)
-            if specs is None:
+        while len(started) < len(group):
+            run = self._alike(group[len(started) :])
+            if not run:
                 break
-            # One at a time: making memory takes time, in which the first are decoded.
-            (into,) = allocate([stored.key], [specs])
-            started.append(self._pool.submit(self._load_one, stored, specs, into))
+            specs = [spec for _, spec in run]
+            # Making memory takes time, in which the first are decoded.
+            memory = allocate([stored.key for stored, _ in run], specs)
+            for (stored, spec), into in zip(run, memory, strict=True):
+                started.append(self._pool.submit(self._load_one, stored, spec, into))
         return started
+
+    def _alike(self, group: Sequence[Stored]) -> list[tuple[Stored, tuple[TensorSpec, ...]]]:
+        """The first block of a group, and those behind it of which what they hold is known."""
+        first, *rest = group
+        specs = self._specs_of(first)
+        run = [] if specs is None else [(first, specs)]
+        for stored in rest if run else ():
+            known = self._specs.get(_kind(stored))
+            if known is None:
+                break
+            run.append((stored, known))
+        return run
 
     def _specs_of(self, stored: Stored) -> tuple[TensorSpec, ...] | None:
         """What a block most likely holds; the first of its kind is read to find out."""
-        record = stored.record
-        kind = (record.root, len(record.tokens), record.raw_bytes)
-        if kind in self._specs:
-            return self._specs[kind]
+        kind = _kind(stored)
+        known = self._specs.get(kind)
+        if known is not None:
+            return known
         for fetched in self._leading([self._pool.submit(self._fetch, stored)]):
             if len(self._specs) >= _MAX_KINDS:
                 self._specs.clear()
             self._memory.give(fetched.memory)
-            self._specs[kind] = fetched.parsed.specs
-            return self._specs[kind]
+            specs: tuple[TensorSpec, ...] = fetched.parsed.specs
+            self._specs[kind] = specs
+            return specs
         return None
 
     def _leading(self, futures: Sequence[Future[Any]]) -> list[Any]:
@@ -245,6 +260,12 @@ def copy_blob(rows: Rows, key: BlockKey, record: Record, out: NDArray[np.uint8])
 def own_memory(keys: Sequence[BlockKey], _: Sequence[tuple[TensorSpec, ...]]) -> list[None]:
     """No memory for anything: blocks get their own."""
     return [None] * len(keys)
+
+
+def _kind(stored: Stored) -> tuple[BlockKey, int, int]:
+    """What blocks that hold the same have in common."""
+    record = stored.record
+    return record.root, len(record.tokens), record.raw_bytes
 
 
 def _groups(wanted: Sequence[Stored]) -> Iterator[list[Stored]]:
