@@ -26,8 +26,8 @@ _KEY = BlockKey(bytes(32))
 
 def _stacked() -> mx.array:
     """One block of SmolLM2: (leaves, heads, tokens, width), bfloat16."""
-    _, leaves = prefilled()
-    return mx.concatenate([leaf[:, :, _ROWS : 2 * _ROWS] for leaf in leaves], axis=0)
+    rows = slice(_ROWS, 2 * _ROWS)
+    return mx.concatenate([leaf[:, :, rows] for leaf in prefilled().leaves], axis=0)
 
 
 def _cast(dtype: mx.Dtype) -> list[mx.array]:

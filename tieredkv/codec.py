@@ -53,7 +53,7 @@ _DECODED = {name: name for name in ITEMSIZE} | {"bfloat16": "uint16", "float16":
 # A plane that shrinks by less than a tenth is not worth its time in decode.
 _WORTH = 0.9
 # Words joined at a time: all that is read and written then stays in a core's own cache.
-_STRIP_WORDS = 1 << 17
+_STRIP_WORDS = 1 << 18
 # An odd number of runs, or they would all fall into the keys of a stack of keys and values.
 _SAMPLE_RUNS = 13
 _RUN_WORDS = 1024

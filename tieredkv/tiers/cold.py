@@ -93,7 +93,7 @@ _T = TypeVar("_T")
 
 def batch_bytes(cap_bytes: int) -> int:
     """Encoded bytes after which a transaction takes no further block."""
-    return min(_MAX_BATCH_BYTES, cap_bytes // 64)
+    return min(_MAX_BATCH_BYTES, cap_bytes // 128)
 
 
 def scattered_bytes(cap_bytes: int) -> int:
