@@ -166,6 +166,27 @@ def test_the_first_write_copies_nothing_again() -> None:
     assert mx.get_peak_memory() - before < n * 64
 
 
+def test_merged_layers_take_the_memory_of_one_copy() -> None:
+    """If this failed, a batch would hold a long prompt twice."""
+    n = 4096
+    cache = TieredPromptCache()
+    live = [KVCache() for _ in range(4)]
+    x = mx.zeros((1, 4, n, 64))
+    for c in live:
+        c.update_and_fetch(x, x)
+    cache.insert_cache(MODEL, list(range(n)), live)
+    del live, x, c
+    found, _ = cache.fetch_nearest_cache(MODEL, list(range(n + 1)))
+    assert found is not None
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    merged = [type(c).merge([c]) for c in found]
+    taken = sum(b.keys.nbytes + b.values.nbytes for b in merged)
+    assert mx.get_active_memory() - before <= taken * 1.01
+    assert mx.get_peak_memory() - before <= taken * 1.01
+
+
 def test_it_can_be_merged_again(store: TieredPromptCache) -> None:
     """mlx-lm says that the caches given to a batch aren't changed: hosts use them for several."""
     found = restored(store)

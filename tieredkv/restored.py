@@ -102,6 +102,8 @@ class Prefix:
         self._n_rows = n_tokens + n_spare
         self._copiers = copiers
         self._copied: list[mx.array] | None = None
+        # Copies that were made with another's, and are still to be lent.
+        self._ready: dict[int, mx.array] = {}
 
     @property
     def is_taken(self) -> bool:
@@ -113,11 +115,20 @@ class Prefix:
         leaf = self._leaves[i]
         return leaf.heads * self._n_rows * leaf.row_bytes
 
-    def joined(self, first: int, n: int) -> list[mx.array]:
-        """``n`` arrays from ``first`` on, shape (1, heads, rows, width), in memory of their own."""
+    def joined(self, i: int) -> mx.array:
+        """Array ``i``, shape (1, heads, rows, width), in memory of its own.
+
+        Who asks for one asks for all, most often: they are made together. Asked for a second time,
+        another copy of all is made.
+        """
+        if i not in self._ready:
+            self._ready = dict(enumerate(self._join()))
+        return self._ready.pop(i)
+
+    def _join(self) -> list[mx.array]:
         joined: list[mx.array] = []
         copies: list[Future[None]] = []
-        for numbers in self._batches(first, n):
+        for numbers in self._batches():
             leaves = self._leaves[numbers.start : numbers.stop]
             arrays = [self._blank(leaf) for leaf in leaves]
             mx.eval(arrays)
@@ -128,11 +139,11 @@ class Prefix:
             copy_.result()
         return joined
 
-    def _batches(self, first: int, n: int) -> Iterator[range]:
-        start, n_bytes = first, 0
-        for i in range(first, first + n):
+    def _batches(self) -> Iterator[range]:
+        start = n_bytes = 0
+        for i in range(len(self._leaves)):
             n_bytes += self.n_bytes(i)
-            if n_bytes >= _BATCH_BYTES or i + 1 == first + n:
+            if n_bytes >= _BATCH_BYTES or i + 1 == len(self._leaves):
                 yield range(start, i + 1)
                 start, n_bytes = i + 1, 0
 
@@ -145,7 +156,8 @@ class Prefix:
         others. To be taken once, and not after `joined`.
         """
         if self._copied is None:
-            self._copied = self.joined(0, len(self._leaves))
+            self._ready = {}
+            self._copied = self._join()
             self._leaves = ()
         taken = self._copied[i]
         # The taker's must be the only reference, or its first write would copy it again.
@@ -248,7 +260,7 @@ class KVCache(upstream.KVCache):  # type: ignore[misc]  # mlx-lm has no types
         if prefix is None or prefix.is_taken or self.offset != prefix.n_tokens:
             return BatchKVCache.merge([self])
         batch = BatchKVCache([0])
-        batch.keys, batch.values = prefix.joined(self._i, 2)
+        batch.keys, batch.values = prefix.joined(self._i), prefix.joined(self._i + 1)
         batch.offset += self.offset
         batch._idx = self.offset
         return batch
