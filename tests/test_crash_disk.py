@@ -22,8 +22,8 @@ def test_a_stalled_disk_delays_no_request_and_is_got_over(tmp_path):
     assert (report.wrong, report.problems) == (0, ())
     assert not report.flushed_meanwhile
     # Scheduling apart: a wait for the disk would take as long as the stall.
-    assert report.slow < 0.1
-    assert report.slow_worst < 1.0
+    assert report.slow < 0.4
+    assert report.slow_worst < 1.3
     assert report.dropped > 0
     assert report.recovered
 
