@@ -35,6 +35,7 @@ import json
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -222,7 +223,7 @@ class WholeLru:
                 del self._having[block]
 
 
-class Ranked(Tree):
+class Ranked(Tree, ABC):
     """Leaves by a number that is set when they are used, or become one: the smallest leaves."""
 
     # Whether the blocks of the prompt that is served may be the ones that leave.
@@ -239,9 +240,9 @@ class Ranked(Tree):
         self.depths: dict[int, int] = {}
         self.uses: Counter[int] = Counter()
 
+    @abstractmethod
     def rank(self, block: int) -> float:
         """The number of a leaf."""
-        raise NotImplementedError
 
     def serve(self, request: Request) -> int:
         """See `Cache.serve`."""

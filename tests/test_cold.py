@@ -96,6 +96,12 @@ def edit(folder, program):
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
 
 
+def set_meta(folder, name, value):
+    """Write a number of ``meta``."""
+    row = f"{name.encode()!r}, {value.to_bytes(8, 'little')!r}"
+    edit(folder, f"with env.begin(write=True) as txn: txn.put({row}, db=db[b'meta'])")
+
+
 # ---- what it keeps
 
 
@@ -1028,11 +1034,7 @@ def test_another_format_version_is_refused_and_kept(folder):
     tier = ColdTier(folder, CAP, PlainCodec())
     tier.put(blocks(range(8)))
     tier.close()
-    edit(
-        folder,
-        "with env.begin(write=True) as txn:\n"
-        "    txn.put(b'format', (99).to_bytes(8, 'little'), db=db[b'meta'])\n",
-    )
+    set_meta(folder, "format", 99)
     with pytest.raises(ColdTierUnavailable, match="format 99"):
         ColdTier(folder, CAP, PlainCodec())
     assert list(folder.glob("quarantine-*")) == []
@@ -1041,11 +1043,7 @@ def test_another_format_version_is_refused_and_kept(folder):
 def test_a_store_whose_cap_is_damaged_is_set_aside(folder):
     """If this failed, one flipped bit would keep a server from starting."""
     ColdTier(folder, CAP, PlainCodec()).close()
-    edit(
-        folder,
-        "with env.begin(write=True) as txn:\n"
-        "    txn.put(b'cap', (1 << 50).to_bytes(8, 'little'), db=db[b'meta'])\n",
-    )
+    set_meta(folder, "cap", 1 << 50)
     tier = ColdTier(folder, CAP, PlainCodec())
     assert tier.put(blocks(range(8))) == 2
     assert tier.cap_bytes == CAP
@@ -1057,11 +1055,7 @@ def test_a_store_whose_cap_is_damaged_is_set_aside(folder):
 def test_a_store_whose_counts_are_at_their_end_is_set_aside(folder, name):
     """If this failed, every write from then on would raise, and nothing be stored any more."""
     ColdTier(folder, CAP, PlainCodec()).close()
-    edit(
-        folder,
-        "with env.begin(write=True) as txn:\n"
-        f"    txn.put({name.encode()!r}, bytes([255]) * 8, db=db[b'meta'])\n",
-    )
+    set_meta(folder, name, (1 << 64) - 1)
     tier = ColdTier(folder, CAP, PlainCodec())
     for start in range(3):
         tier.put(blocks(range(start, start + 8)))
@@ -1073,11 +1067,7 @@ def test_a_store_whose_counts_are_at_their_end_is_set_aside(folder, name):
 def test_a_cap_that_cannot_be_mapped_is_a_fault(folder):
     """If this failed, a cap raised by a process with more memory could end another one."""
     ColdTier(folder, CAP, PlainCodec()).close()
-    edit(
-        folder,
-        "with env.begin(write=True) as txn:\n"
-        "    txn.put(b'cap', (1 << 47).to_bytes(8, 'little'), db=db[b'meta'])\n",
-    )
+    set_meta(folder, "cap", 1 << 47)
     tier = ColdTier(folder, CAP, PlainCodec())
     # Where addresses are longer, it can be mapped.
     if not tier.put(blocks(range(8))):

@@ -207,13 +207,19 @@ def test_a_hit_that_damage_shortens_is_taken_with_fewer_windows(tmp_path: Path) 
         assert cache.stats().faults == {"corrupt": 1}
 
 
+def unvouched(tokens: list[int]) -> list[Any]:
+    """Live caches that hold ``tokens``, of whose rings nobody says that all rows are tokens'."""
+    live = make()
+    advance(live, tokens, 0, len(tokens))
+    for ring in live[1:]:
+        del ring.tieredkv_vouched
+    return live
+
+
 def test_rows_that_nobody_vouches_for_are_believed_as_far_as_masks_reach() -> None:
     """In mlx-lm's batches rows of padding lie before them and pass for tokens."""
     tokens = list(range(40))
-    live = make()
-    advance(live, tokens, 0, 38)
-    for ring in live[1:]:
-        del ring.tieredkv_vouched
+    live = unvouched(tokens[:38])
     cache = TieredPromptCache(block_tokens=BLOCK)
     cache.insert_cache(MODEL, tokens[:38], live)
     hits = {n: hit(cache, [*tokens[:n], 99, 98]) for n in (8, 20, 30, 33, 39)}
@@ -261,10 +267,7 @@ def test_rings_of_a_batch_have_only_rows_of_tokens(seed: int) -> None:
 def test_windows_of_known_blocks_are_looked_at_too() -> None:
     """What overflowed in a ring would answer every prompt that hits there with nonsense."""
     tokens = list(range(24))
-    live = make()
-    advance(live, tokens, 0, 24)
-    for ring in live[1:]:
-        del ring.tieredkv_vouched
+    live = unvouched(tokens)
     cache = TieredPromptCache(block_tokens=BLOCK)
     cache.insert_cache(MODEL, tokens, live)
     spoilt = make()

@@ -244,7 +244,11 @@ class PlaneCodec:
         tensors: list[NDArray[Any]] = []
         for i, entry in enumerate(parsed.entries):
             stop = start + entry.n_stored
-            out = np.empty(entry.n_words, entry.word) if into is None else _view(entry, into[i])
+            out = (
+                np.empty(entry.n_words, entry.word)
+                if into is None
+                else writable(entry.spec, into[i], entry.word)
+            )
             self._restore(entry, parsed.blob[start:stop], out)
             tensors.append(_typed(entry.spec, out))
             start = stop
@@ -404,11 +408,16 @@ def _join_all(dtype: str, planes: list[NDArray[np.uint8]], words: NDArray[Any]) 
         join([plane[strip] for plane in planes], words[strip], spare[: words.size - start])
 
 
-def _view(entry: _Entry, memory: Any) -> NDArray[Any]:
+def writable(spec: TensorSpec, memory: Any, word: type[np.generic]) -> NDArray[Any]:
+    """Memory that was given for a tensor, as flat words to write to.
+
+    Raises:
+        ValueError: it is read-only, not C-contiguous, or not of the tensor's size.
+    """
     view = memoryview(memory)
-    if view.readonly or not view.c_contiguous or view.nbytes != entry.spec.n_bytes:
-        raise ValueError(f"{view.nbytes} bytes of shape {view.shape} can't take {entry.spec}")
-    return np.frombuffer(view, entry.word)
+    if view.readonly or not view.c_contiguous or view.nbytes != spec.n_bytes:
+        raise ValueError(f"{view.nbytes} bytes of shape {view.shape} can't take {spec}")
+    return np.frombuffer(view, word)
 
 
 def _typed(spec: TensorSpec, words: NDArray[Any]) -> NDArray[Any]:

@@ -216,6 +216,11 @@ class Hit:
     n_hot: int = 0
     n_cold: int = 0
 
+    @property
+    def n_used(self) -> int:
+        """Tokens of the last block that belong to the hit."""
+        return self.n_tokens - sum(b.n_tokens for b in self.blocks[:-1])
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

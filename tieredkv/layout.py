@@ -524,7 +524,7 @@ _STACK_BYTES = 1 << 20
 
 
 def _all_finite(arrays: Sequence[mx.array]) -> bool:
-    """Whether all values are finite. Looks at bits, which on the CPU takes a sixth of the time of
+    """Whether all values are finite. Looks at bits, which on the CPU takes a fifth of the time of
     `mx.isfinite`.
     """
     finite = []
@@ -757,7 +757,7 @@ def restore(layout: Layout, hit: Hit, n_prompt: int, copiers: Copiers) -> list[A
     layout: see `fits`.
     """
     n_tokens = hit.n_tokens
-    prefix = _prefix(layout, hit.blocks, n_tokens, n_prompt, copiers)
+    prefix = _prefix(layout, hit, n_prompt, copiers)
     n_leaves = 0
     state = hit.snapshot
     wholes = _unpack(state) if state else _join_windows(layout, hit.windows, n_tokens)
@@ -773,18 +773,16 @@ def restore(layout: Layout, hit: Hit, n_prompt: int, copiers: Copiers) -> list[A
     return _nest(json.loads(layout.nesting), caches) if layout.nesting else caches
 
 
-def _prefix(
-    layout: Layout, blocks: Sequence[Block], n_tokens: int, n_prompt: int, copiers: Copiers
-) -> Prefix:
+def _prefix(layout: Layout, hit: Hit, n_prompt: int, copiers: Copiers) -> Prefix:
+    n_used = hit.n_used
     leaves: dict[int, Leaf] = {}
     for g, (leaf, indices) in enumerate(layout.groups):
-        tensors = [_rows(b.tensors[g], b.specs[g]) for b in blocks]
-        extra = sum(b.n_tokens for b in blocks) - n_tokens
-        tensors[-1] = tensors[-1][:, :, : blocks[-1].n_tokens - extra]
+        tensors = [_rows(b.tensors[g], b.specs[g]) for b in hit.blocks]
+        tensors[-1] = tensors[-1][:, :, :n_used]
         for row, i in enumerate(indices):
             leaves[i] = Leaf(_dtype(leaf.dtype), [t[row] for t in tensors])
-    spare = SPARE_TOKENS + min(n_prompt - n_tokens, _SPARE_LIMIT)
-    return Prefix([leaves[i] for i in range(len(leaves))], n_tokens, spare, copiers)
+    spare = SPARE_TOKENS + min(n_prompt - hit.n_tokens, _SPARE_LIMIT)
+    return Prefix([leaves[i] for i in range(len(leaves))], hit.n_tokens, spare, copiers)
 
 
 def _rows(tensor: Any, spec: TensorSpec) -> NDArray[np.uint8]:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredkv.codec import Parsed, PlaneCodec, words_of
-from tieredkv.core import WINDOW, Block, CorruptBlob, TensorSpec
+from tieredkv.codec import Parsed, PlaneCodec, words_of, writable
+from tieredkv.core import Block, CorruptBlob, TensorSpec
+from tieredkv.keys import WINDOW_TOKENS
 
 FORMAT = "tieredkv-q8"
 # Consecutive tokens of which a channel has one scale and one offset.
@@ -29,7 +30,6 @@ GROUP_TOKENS = 64
 
 _MARK = f'{{"__metadata__":{{"format":"{FORMAT}",'.encode()
 _LEVELS = np.float32(255)
-_WINDOW_TOKENS = WINDOW.to_bytes(8, "little", signed=True)
 # What may be quantized: words in memory, and the largest magnitude. Half of what the dtype holds,
 # since the last step may end beyond the largest value. Other values, and NaN, are stored exactly.
 _WORDS: dict[str, type[np.generic]] = {
@@ -236,7 +236,7 @@ def _is_quantizable(block: Block) -> bool:
 
     Where the host quantizes, words come with scales that are floats and must stay as they are.
     """
-    if not block.tokens or block.tokens == _WINDOW_TOKENS:
+    if not block.tokens or block.tokens == WINDOW_TOKENS:
         return False
     return bool(block.specs) and all(
         spec.dtype in _WORDS
@@ -346,7 +346,4 @@ def _aligned(n_bytes: int) -> int:
 
 def _out(spec: TensorSpec, memory: Any) -> NDArray[Any]:
     """Memory that was given for a tensor, as its words."""
-    view = memoryview(memory)
-    if view.readonly or not view.c_contiguous or view.nbytes != spec.n_bytes:
-        raise ValueError(f"{view.nbytes} bytes of shape {view.shape} can't take {spec}")
-    return np.frombuffer(view, _WORDS[spec.dtype]).reshape(spec.shape)
+    return writable(spec, memory, _WORDS[spec.dtype]).reshape(spec.shape)

@@ -399,8 +399,7 @@ def _well_used(hit: Hit) -> Sequence[Block]:
     the few tokens that all begin with.
     """
     *before, last = hit.blocks
-    used = hit.n_tokens - sum(b.n_tokens for b in before)
-    return hit.blocks if 2 * used >= last.n_tokens else before
+    return hit.blocks if 2 * hit.n_used >= last.n_tokens else before
 
 
 def _entry(chain: Chain) -> Chain:
@@ -417,11 +416,10 @@ def _ends(hit: Hit, block_tokens: int) -> list[BlockKey]:
     will bring a block of its own.
     """
     *before, last = hit.blocks
-    n_used = hit.n_tokens - sum(b.n_tokens for b in before)
     ends = before[-1:]
     if last.n_tokens < block_tokens:
         ends.append(last)
-    elif n_used >= last.n_tokens - 1:
+    elif hit.n_used >= last.n_tokens - 1:
         # One token is always left to compute.
         ends = [last]
     if hit.snapshot is not None:
