@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,7 @@ from tieredkv.core import (
     Tier,
 )
 from tieredkv.hazard import TAIL, Standing
-from tieredkv.tiers import environment, health, ledger
+from tieredkv.tiers import cold, environment, health, ledger
 from tieredkv.tiers.cold import ColdReader, ColdTier
 from tieredkv.tiers.environment import map_bytes
 from tieredkv.tiers.gate import GATE_NAME, Gate
@@ -771,6 +772,18 @@ def test_closing_waits_for_nobody_and_breaks_nothing(folder):
     for thread in threads:
         thread.join()
     assert wrong == []
+    assert (folder / health.DATA_NAME).stat().st_ino not in {
+        inode for _, inode in environment._OPEN
+    }
+
+
+def test_a_load_leaves_no_reader_behind_that_keeps_the_store_open(folder, monkeypatch):
+    """If this failed, a store that was closed would be open for a moment, if the disk is slow."""
+    monkeypatch.setattr(cold, "announce", lambda _pieces: time.sleep(0.2))
+    tier = ColdTier(folder, CAP, PlainCodec())
+    tier.put(blocks(range(8)))
+    assert len(tier.load(chain(range(8)).keys)) == len(chain(range(8)).keys)
+    tier.close()
     assert (folder / health.DATA_NAME).stat().st_ino not in {
         inode for _, inode in environment._OPEN
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass
 from itertools import pairwise
@@ -117,28 +117,39 @@ class Loader:
         blocks to come, and gives writable memory for their tensors or None. Those for which it
         gave some have that as their tensors.
         """
-        if self._stalled is not None and not self._stalled.done():
+        if not wanted or self._is_stalled():
             return []
         blocks: list[Block] = []
         groups = list(_groups(wanted))
-        started = self._start(groups[0], allocate) if groups else []
+        announced = self._tell(groups[0])
+        started = self._start(groups[0], allocate)
         for group, after in pairwise([*groups, []]):
             under_way = started
             # The next group is on its way while this one is waited for.
-            started = self._start(after, allocate) if len(under_way) == len(group) else []
+            ahead = after if len(under_way) == len(group) else []
+            announced += self._tell(ahead)
+            started = self._start(ahead, allocate)
             found = self._leading(under_way)
             blocks += found
             if len(found) < len(group):
-                for future in started:
-                    future.cancel()
                 break
+        self._end([*announced, *started])
         return blocks
+
+    def _is_stalled(self) -> bool:
+        return self._stalled is not None and not self._stalled.done()
+
+    def _tell(self, group: Sequence[Stored]) -> list[Future[None]]:
+        return [self._pool.submit(self._announce, group)] if group else []
+
+    def _end(self, futures: Sequence[Future[Any]]) -> None:
+        """Leave no reader behind: it would keep the environment open after a ``close``."""
+        running = [future for future in futures if not future.cancel()]
+        if not self._is_stalled():
+            wait(running, STALL_SECONDS)
 
     def _start(self, group: Sequence[Stored], allocate: Allocate) -> list[Future[Any]]:
         """Begin to load the leading blocks of a group of which it is known what they hold."""
-        if not group:
-            return []
-        self._pool.submit(self._announce, group)
         started: list[Future[Any]] = []
         while len(started) < len(group):
             run = self._alike(group[len(started) :])
