@@ -772,9 +772,7 @@ def test_closing_waits_for_nobody_and_breaks_nothing(folder):
     for thread in threads:
         thread.join()
     assert wrong == []
-    assert (folder / health.DATA_NAME).stat().st_ino not in {
-        inode for _, inode in environment._OPEN
-    }
+    assert folder.stat().st_ino not in {inode for _, inode in environment._OPEN}
 
 
 def test_a_load_leaves_no_reader_behind_that_keeps_the_store_open(folder, monkeypatch):
@@ -784,9 +782,7 @@ def test_a_load_leaves_no_reader_behind_that_keeps_the_store_open(folder, monkey
     tier.put(blocks(range(8)))
     assert len(tier.load(chain(range(8)).keys)) == len(chain(range(8)).keys)
     tier.close()
-    assert (folder / health.DATA_NAME).stat().st_ino not in {
-        inode for _, inode in environment._OPEN
-    }
+    assert folder.stat().st_ino not in {inode for _, inode in environment._OPEN}
 
 
 def test_threads_may_do_everything_at_once(tier):
