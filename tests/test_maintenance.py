@@ -16,9 +16,10 @@ from dataclasses import replace
 import pytest
 from cold_blocks import NAMESPACE, blocks, blocks_of, chain, content, is_right
 
-from tieredkv import cli, keys, units
+from tieredkv import keys, units
 from tieredkv.cli import main
 from tieredkv.codec import PlaneCodec
+from tieredkv.commands import console
 from tieredkv.core import Block, BlockKey, ColdTierUnavailable
 from tieredkv.hazard import Standing
 from tieredkv.tiers import cold, health, swap
@@ -714,7 +715,7 @@ def test_a_stop_says_how_far_it_got(server, folder, capsys, monkeypatch):
         if done == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(cli._Progress, "__call__", interrupt)
+    monkeypatch.setattr(console.Progress, "__call__", interrupt)
     assert run(folder, "prune", "--to", "0", "--yes") == 1
     assert "5 blocks" in capsys.readouterr().out
     assert server.n_blocks == 15
@@ -756,7 +757,7 @@ def test_what_takes_long_says_how_far_it_is_on_a_terminal(
 ):
     """If this failed, minutes would pass in silence, or a log fill up with percentages."""
     fill(server)
-    monkeypatch.setattr(cli, "_PROGRESS_AFTER_S", 0)
+    monkeypatch.setattr(console, "_PROGRESS_AFTER_S", 0)
     if command == "verify":
         assert run(folder, command) == 0
         assert capsys.readouterr().err == ""
