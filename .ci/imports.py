@@ -19,7 +19,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
     ("core",),
-    ("admission", "keys", "metrics", "pace", "units"),
+    ("admission", "breaker", "engines.base", "keys", "metrics", "pace", "throttle", "units"),
+    ("engines.redis", "engines.s3"),
+    ("engines.opening",),
     ("restored",),
     ("identity", "codec", "policy", "hazard", "layout"),
     ("quantize",),
@@ -31,9 +33,11 @@ LAYERS = (
         "tiers.stamp",
         "tiers.traffic",
     ),
-    ("tiers.ledger", "tiers.swap"),
+    ("tiers.ledger", "tiers.objects", "tiers.swap"),
     ("tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
-    ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
+    ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.remote", "tiers.writer"),
+    ("tiers.uploader",),
+    ("sharing",),
     ("store",),
     ("prompt_cache",),
     ("prefill", "patch"),
@@ -48,7 +52,7 @@ LAYERS = (
 )
 # The package files: the public names, imported by no module, and those that are a docstring.
 TOP = "__init__"
-EMPTY = ("commands.__init__", "tiers.__init__")
+EMPTY = ("commands.__init__", "engines.__init__", "tiers.__init__")
 
 # The only modules that may import these libraries.
 ROOMS = {
@@ -73,6 +77,8 @@ ROOMS = {
         "server",
     ),
     "lmdb": ("tiers.environment", "tiers.health"),
+    "obstore": ("engines.s3",),
+    "redis": ("engines.redis",),
 }
 
 LEVELS = {module: level for level, row in enumerate(LAYERS) for module in row}

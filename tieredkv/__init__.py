@@ -11,6 +11,7 @@ from tieredkv.core import (
     Namespace,
     Problem,
     Quantization,
+    Remote,
     StoreStats,
     TieredKVError,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "Namespace",
     "Problem",
     "Quantization",
+    "Remote",
     "SaltedPrompt",
     "StoreStats",
     "TieredKVError",

@@ -19,6 +19,9 @@ CACHE_TYPES = ("assistant", "user", "system")
 COLD_QUANTIZE = ("none", "q8")
 # Which blocks go to the cold tier: all, or those that came back.
 COLD_ADMIT = ("all", "reused")
+# Which blocks go to the remote tier: all that the cold tier takes, those that came back, or those
+# that are pinned.
+REMOTE_UPLOAD = ("all", "reused", "pinned")
 
 # Stands for the tokens of a window; no tokenizer and no hash of an image makes it.
 WINDOW = -(1 << 63)
@@ -192,13 +195,14 @@ class Match:
 
     ``keys`` are the blocks in order, ``n_tokens`` the hit length: the last block may be used
     only in part. The first ``n_hot`` keys are in the hot tier. ``windows`` are those that the end
-    needs, in order.
+    needs, in order. The last ``n_remote`` keys are in the remote tier alone.
     """
 
     keys: tuple[BlockKey, ...] = ()
     n_tokens: int = 0
     n_hot: int = 0
     windows: tuple[BlockKey, ...] = ()
+    n_remote: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,7 +210,7 @@ class Hit:
     """Blocks loaded for a prompt: their first ``n_tokens`` tokens are its prefix.
 
     ``snapshot`` is the one at their end, or ``windows`` those before it, if the match asked for
-    them. ``n_hot`` and ``n_cold`` say how many of the tokens came from which tier.
+    them. ``n_hot``, ``n_cold`` and ``n_remote`` say how many of the tokens came from which tier.
     """
 
     blocks: tuple[Block, ...]
@@ -215,6 +219,7 @@ class Hit:
     windows: tuple[Block, ...] = ()
     n_hot: int = 0
     n_cold: int = 0
+    n_remote: int = 0
 
     @property
     def n_used(self) -> int:
@@ -229,6 +234,27 @@ class Problem:
     tier: str
     where: str
     what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Settings of a remote tier. ``key`` are the contents of a file that holds a key, None for
+    objects that whoever can read the engine can read. ``timeout`` in seconds for all that one
+    request asks of it, ``rate`` in bytes a second for uploads, 0 for as fast as they go, ``upload``
+    one of `REMOTE_UPLOAD`.
+    """
+
+    url: str
+    upload: str = "all"
+    timeout: float = 2.0
+    rate: int = 0
+    key: bytes | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.upload not in REMOTE_UPLOAD:
+            raise ValueError(f"upload must be one of {', '.join(REMOTE_UPLOAD)}")
+        if not 0 < self.timeout < 3600 or self.rate < 0:
+            raise ValueError("timeout must be between 0 and 3600 seconds, and rate 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +277,7 @@ class Config:
     reserve_bytes: int = 0
     cold_quantize: str = "none"
     cold_admit: str = "all"
+    remote: Remote | None = None
 
     def __post_init__(self) -> None:
         numbers = (self.hot_bytes, self.cold_bytes, self.block_tokens, self.reserve_bytes)
@@ -299,6 +326,25 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """What a remote tier did since the store was opened. Bytes are those of objects.
+
+    ``skipped`` counts requests that didn't ask it, or didn't fetch what was there, ``dropped``
+    blocks that were not uploaded, ``faults`` calls that failed and objects that were absent or
+    damaged; each by reason.
+    """
+
+    blocks_read: int = 0
+    bytes_read: int = 0
+    blocks_written: int = 0
+    bytes_written: int = 0
+    queue_blocks: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A reading of a store. Counters run from its opening; tiers and queue are as of now.
 
@@ -314,6 +360,7 @@ class StoreStats:
     hits: int = 0
     hit_tokens_hot: int = 0
     hit_tokens_cold: int = 0
+    hit_tokens_remote: int = 0
     misses: dict[str, int] = field(default_factory=dict)
     inserts: int = 0
     refused: dict[str, int] = field(default_factory=dict)
@@ -329,6 +376,7 @@ class StoreStats:
     disk_bytes: int = 0
     unadmitted: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    remote: RemoteStats | None = None
 
 
 @runtime_checkable
@@ -445,6 +493,46 @@ class LowerTier(Tier, Protocol):
 
     def counters(self) -> ColdCounters:
         """A reading of the counters."""
+
+
+@runtime_checkable
+class SharedTier(Protocol):
+    """A tier that machines share, on somebody else's server: narrower than `Tier`, for what it has
+    room for, what leaves and when is that server's business.
+
+    A block is put when its ancestors are there, so presence along a chain is monotone as a rule;
+    where a lifetime has broken that, what is found is shorter, never wrong. Any thread may call.
+    No method raises, and none takes longer than until ``by``, a reading of the monotonic clock, or
+    for the tier's own timeout if that is None.
+    """
+
+    def lookup(self, chain: Chain, start: int = 0, by: float | None = None) -> int:
+        """Index one past the last full block of ``chain`` held without a gap from ``start`` on."""
+
+    def nearest(self, parent: BlockKey, tokens: bytes, by: float | None = None) -> Partial | None:
+        """A child of ``parent`` that shares leading ``tokens``, at least as many as it says: all
+        of its own, or up to the last of sixteen places in a block. None shares more places.
+        """
+
+    def prefixes(self, parent: BlockKey, tokens: bytes, by: float | None = None) -> list[Partial]:
+        """Children of ``parent`` all of whose tokens lead ``tokens``, longest first."""
+
+    def present(self, keys: Sequence[BlockKey], by: float | None = None) -> frozenset[BlockKey]:
+        """Which of ``keys`` are here."""
+
+    def load(
+        self,
+        root: BlockKey,
+        keys: Sequence[BlockKey],
+        allocate: Allocate = ...,
+        by: float | None = None,
+    ) -> list[Block]:
+        """The leading blocks of ``keys``, of the namespace ``root``, that came in time and could be
+        verified, in order. ``allocate``: see `Allocate`.
+        """
+
+    def close(self) -> None:
+        """Let go of connections. Idempotent; afterwards every call finds nothing."""
 
 
 class Codec(Protocol):

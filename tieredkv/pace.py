@@ -48,6 +48,12 @@ class Pace:
             if len(self._per_token) > _MODELS:
                 del self._per_token[next(iter(self._per_token))]
 
+    def prefill_seconds(self, model: Hashable, n_tokens: int) -> float | None:
+        """How long a model takes to compute so many tokens; None if that isn't known."""
+        with self._lock:
+            per_token = self._per_token.get(model)
+            return None if per_token is None else n_tokens * per_token
+
     def is_worth_promoting(self, model: Hashable, n_tokens: int, n_bytes: int) -> bool:
         """Whether to read ``n_bytes`` of state rather than to compute its ``n_tokens`` tokens.
 
@@ -61,6 +67,76 @@ class Pace:
                 return True
             self._skipped += 1
             return self._skipped % _PROBE == 0
+
+
+class Link:
+    """How fast state comes over a network, and how often what is asked for is there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._latency: float | None = None
+        self._per_byte: float | None = None
+        self._per_token: dict[Hashable, float] = {}
+        self._found = 1.0
+        self._skipped = 0
+
+    @property
+    def latency(self) -> float | None:
+        """Seconds from a question to its answer; None if none was asked."""
+        return self._latency
+
+    def answered(self, seconds: float) -> None:
+        """Note how long an answer took."""
+        with self._lock:
+            self._latency = _mean(self._latency, seconds)
+
+    def moved(self, model: Hashable, n_tokens: int, n_bytes: int, seconds: float) -> None:
+        """Note that the state of so many tokens, so many encoded bytes, came in so much time."""
+        if n_tokens <= 0 or n_bytes < _LEAST_BYTES:
+            return
+        with self._lock:
+            self._per_token.pop(model, None)
+            self._per_token[model] = n_bytes / n_tokens
+            if len(self._per_token) > _MODELS:
+                del self._per_token[next(iter(self._per_token))]
+            spent = max(0.0, seconds - (self._latency or 0.0))
+            self._per_byte = _mean(self._per_byte, spent / n_bytes)
+
+    def found(self, share: float) -> None:
+        """Note which share of the tokens that were asked for was there."""
+        with self._lock:
+            self._found = _mean(self._found, share)
+
+    def is_worth_asking(self, model: Hashable, n_tokens: int, prefill: float | None) -> bool:
+        """Whether to look for ``n_tokens`` tokens, which take ``prefill`` seconds to compute.
+
+        Two answers are waited for, and what is found as often as before is fetched.
+        """
+        with self._lock:
+            if prefill is None or self._latency is None:
+                return True
+            won = self._found * (prefill - (self._transfer(model, n_tokens) or 0.0))
+            return self._decide(won - 2 * self._latency)
+
+    def is_worth_fetching(self, model: Hashable, n_tokens: int, prefill: float | None) -> bool:
+        """Whether to fetch ``n_tokens`` tokens that are there rather than to compute them."""
+        with self._lock:
+            transfer = self._transfer(model, n_tokens)
+            if prefill is None or transfer is None:
+                return True
+            return self._decide(prefill - transfer - (self._latency or 0.0))
+
+    def _transfer(self, model: Hashable, n_tokens: int) -> float | None:
+        per_token = self._per_token.get(model)
+        if per_token is None or self._per_byte is None:
+            return None
+        return n_tokens * per_token * self._per_byte
+
+    def _decide(self, won: float) -> bool:
+        if won > 0:
+            return True
+        self._skipped += 1
+        return self._skipped % _PROBE == 0
 
 
 def _mean(known: float | None, latest: float) -> float:

@@ -38,6 +38,7 @@ from tieredkv.core import (
     Problem,
     Quantization,
     Refused,
+    Remote,
     StoreStats,
     TensorSpec,
     Tokens,
@@ -133,6 +134,7 @@ class TieredPromptCache:
         reserve_bytes: int = 0,
         cold_quantize: str = "none",
         cold_admit: str = "all",
+        remote: Remote | None = None,
     ) -> None:
         """Open the tiers.
 
@@ -161,9 +163,13 @@ class TieredPromptCache:
                 and not equal. Caches share blocks only if they agree on it.
             cold_admit: "all", or "reused" to write only what comes back: fewer writes, but a prompt
                 that nothing has used yet is lost with the process.
+            remote: a tier that machines share, see `Remote`. What machines compute is found by
+                others only if they agree on the model, its versions, their kind and ``salt``, and
+                have seen or been told (`bind`) what the model's state is like.
 
         Raises:
-            TypeError, ValueError: an argument that makes no sense.
+            TypeError, ValueError: an argument that makes no sense; of the remote tier's one that
+                tells what to do.
         """
         self._store = TieredStore(
             Config(
@@ -177,6 +183,7 @@ class TieredPromptCache:
                 reserve_bytes,
                 cold_quantize,
                 cold_admit,
+                remote,
             )
         )
         self._host = f"{_host()}, {quantization}" if quantization else _host()
@@ -330,12 +337,16 @@ class TieredPromptCache:
         if found is None:
             return None, 0
         namespace, shape = found
+        if self._store.sharing is not None:
+            # What comes from there goes to the cold tier, which must know what it is.
+            self._store.register(namespace)
         chain = self._chain(namespace, tokens[:-1])
         self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
+        by = self._store.remote_by()
         if self._quantization is None:
-            hit = self._load(chain, shape)
+            hit = self._load(chain, shape, by)
         else:
-            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
+            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization, by)
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
             return self._miss("absent")
@@ -344,32 +355,34 @@ class TieredPromptCache:
         self._store.counters.add("hits")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
+        self._store.counters.add("hit_tokens_remote", hit.n_remote)
         return caches, hit.n_tokens
 
-    def _load(self, chain: Chain, shape: Layout) -> Hit | None:
+    def _load(self, chain: Chain, shape: Layout, by: float) -> Hit | None:
         for _ in range(_TRIES):
             if shape.is_sliced:
-                match = self._store.match(chain)
+                match = self._store.match(chain, by)
             else:
-                match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
+                match = self._store.match_state(chain, shape.n_windows(chain.block_tokens), by)
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
                 match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
-            hit = self._store.load(chain, match)
+            hit = self._store.load(chain, match, by)
             if hit is None or layout.fits(shape, hit):
                 return hit
         return None
 
     def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
         """Whether what a match would promote is faster read than computed."""
-        n_cold = match.n_tokens - min(match.n_hot * chain.block_tokens, match.n_tokens)
+        n_near = min((len(match.keys) - match.n_remote) * chain.block_tokens, match.n_tokens)
+        n_cold = n_near - min(match.n_hot * chain.block_tokens, n_near)
         if not n_cold:
             return True
         whole = -(-n_cold // chain.block_tokens) * chain.block_tokens
         return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(whole))
 
     def _load_at_step(
-        self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization
+        self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization, by: float
     ) -> tuple[Layout, Hit | None]:
         """The longest hit that ends where a step of the prefill would, in the form that the state
         would have there.
@@ -380,7 +393,7 @@ class TieredPromptCache:
             form = replace(namespace, layout=shape.to_json())
             n = min(most, len(tokens)) // how.step * how.step
             while n >= least:
-                hit = self._load(self._chain(form, tokens[:n]), shape)
+                hit = self._load(self._chain(form, tokens[:n]), shape, by)
                 found = hit.n_tokens if hit else 0
                 if found == n:
                     return shape, hit

@@ -1,4 +1,4 @@
-"""TieredStore: one prefix tree over a hot and a cold tier.
+"""TieredStore: one prefix tree over a hot, a cold and maybe a remote tier.
 
 No mlx here: tensors are carried, not looked into. Any thread may call, except that `put` and
 `load` run mlx ops inside the hot tier and so belong on the generation thread.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from tieredkv.admission import Admission, AdmitAll, AdmitReused
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import (
+    Allocate,
     Block,
     BlockKey,
     Chain,
@@ -35,6 +36,7 @@ from tieredkv.keys import WINDOW_TOKENS, common_prefix, snapshot_key, window_key
 from tieredkv.metrics import Counters
 from tieredkv.pace import Pace
 from tieredkv.quantize import QuantizingCodec
+from tieredkv.sharing import Sharing
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier, held_bytes
 from tieredkv.tiers.null import NullTier
@@ -46,15 +48,18 @@ _LOG = logging.getLogger("tieredkv")
 _CLOSE_SECONDS = 10.0
 
 
+def _codec(config: Config) -> Codec:
+    return QuantizingCodec() if config.cold_quantize == "q8" else PlaneCodec()
+
+
 def _open_cold(config: Config, counters: Counters) -> LowerTier:
     if config.cold_dir is None:
         return NullTier()
-    codec: Codec = QuantizingCodec() if config.cold_quantize == "q8" else PlaneCodec()
     try:
         return ColdTier(
             config.cold_dir,
             config.cold_bytes,
-            codec,
+            _codec(config),
             config.reserve_bytes,
             config.block_tokens,
         )
@@ -62,6 +67,15 @@ def _open_cold(config: Config, counters: Counters) -> LowerTier:
         counters.add("faults", label="cold_dir")
         _LOG.warning("tieredkv: %s; serving from memory only", e)
         return NullTier()
+
+
+def _open_sharing(
+    config: Config, cold: LowerTier, pace: Pace, counters: Counters
+) -> Sharing | None:
+    if config.remote is None:
+        return None
+    source = cold if isinstance(cold, ColdTier) else None
+    return Sharing(config.remote, _codec(config), config.block_tokens, source, pace, counters)
 
 
 class TieredStore:
@@ -73,17 +87,35 @@ class TieredStore:
         self.counters = Counters()
         self.hot = HotTier(config.hot_bytes, config.block_tokens)
         self.cold = _open_cold(config, self.counters)
+        self.pace = Pace()
+        self.sharing = _open_sharing(config, self.cold, self.pace, self.counters)
         limit = config.queue_bytes
         limit = config.hot_bytes * 3 // 4 if limit is None else limit
         self.writer = Writer(self.cold, limit, self._written)
-        self.pace = Pace()
         self._admission: Admission = AdmitReused() if config.cold_admit == "reused" else AdmitAll()
         self._lost_before = 0
 
     # ---- a hit
 
-    def match(self, chain: Chain) -> Match:
-        """The longest restorable prefix of ``chain``, exact to the token. Writes nothing."""
+    def remote_by(self) -> float:
+        """Until when a request that begins now may wait for the remote tier; 0 for not at all."""
+        return self.sharing.tier.by() if self.sharing else 0.0
+
+    def match(self, chain: Chain, by: float = 0.0) -> Match:
+        """The longest restorable prefix of ``chain``. Writes nothing.
+
+        Exact to the token on this machine. The remote tier may be asked until ``by``.
+        """
+        near = self._match_near(chain)
+        if self.sharing is None or near.n_tokens == len(chain.tokens):
+            return near
+        n = near.n_tokens // chain.block_tokens
+        path = self.sharing.extend(chain, n, near.n_tokens, by)
+        if path is None:
+            return near
+        return Match(path.keys, path.n_tokens, min(n, near.n_hot), (), len(path.keys) - n)
+
+    def _match_near(self, chain: Chain) -> Match:
         n_hot = self.hot.lookup(chain)
         n = self.cold.lookup(chain, n_hot)
         found, n_tokens = chain.keys[:n], n * chain.block_tokens
@@ -99,12 +131,19 @@ class TieredStore:
             return Match((*found, cool.key), n_tokens + cool.n_tokens, n_hot)
         return Match(found, n_tokens, n_hot)
 
-    def match_state(self, chain: Chain, n_windows: int) -> Match:
+    def match_state(self, chain: Chain, n_windows: int, by: float = 0.0) -> Match:
         """The longest prefix of ``chain`` that ends at a snapshot, whose key is then the last, or,
         if ``n_windows`` isn't 0, at a block with so many windows before its end, or as many as
-        there are blocks. Writes nothing.
+        there are blocks. Writes nothing. The remote tier may be asked until ``by``.
         """
         n = self.cold.lookup(chain, self.hot.lookup(chain))
+        near = self._match_state_near(chain, n, n_windows)
+        if self.sharing is None or near.n_tokens == len(chain.tokens):
+            return near
+        path = self.sharing.extend_state(chain, n, near.n_tokens, n_windows, self._present, by)
+        return self._matched(path.keys, path.n_tokens, path.windows) if path else near
+
+    def _match_state_near(self, chain: Chain, n: int, n_windows: int) -> Match:
         whole = chain.keys[:n]
         state = [snapshot_key(k) for k in whole] + [window_key(k) for k in whole if n_windows]
         present = self._present(state)
@@ -126,7 +165,10 @@ class TieredStore:
     def _matched(
         self, path: tuple[BlockKey, ...], n_tokens: int, windows: Sequence[BlockKey] = ()
     ) -> Match:
-        return Match(path, n_tokens, len(self.hot.load(path)), tuple(windows))
+        near = self._present(path)
+        n_near = next((i for i, key in enumerate(path) if key not in near), len(path))
+        n_hot = len(self.hot.load(path[:n_near]))
+        return Match(path, n_tokens, n_hot, tuple(windows), len(path) - n_near)
 
     def _tails(self, chain: Chain, i: int) -> list[Partial]:
         """Blocks in place of block ``i`` of ``chain`` all of whose tokens lead its own."""
@@ -142,28 +184,40 @@ class TieredStore:
         cool = [key for key in keys if key not in warm]
         return warm | self.cold.present(cool) if cool else warm
 
-    def load(self, chain: Chain, match: Match) -> Hit | None:
-        """Read the blocks of a match, promoting the cold ones; None if none could be had.
+    def load(self, chain: Chain, match: Match, by: float = 0.0) -> Hit | None:
+        """Read the blocks of a match, promoting those that aren't hot; None if none could be had.
 
-        What was evicted or found damaged since the match makes the hit shorter. The tokens of
-        every block are compared with the prompt's: nothing else can be returned.
+        What was evicted or found damaged since the match, or didn't come until ``by``, makes the
+        hit shorter. The tokens of every block are compared with the prompt's: nothing else can be
+        returned.
         """
         warm = self.hot.load(match.keys[: match.n_hot])
-        found = _verified(chain, warm, len(warm))
+        found = _verified(chain, warm, len(warm), len(warm))
         if found is not None:
             # Before what is promoted is put below.
             self.hot.touch(_ends(found, chain.block_tokens))
         self.hot.saw(match.keys, len(warm))
+        n_near = len(match.keys) - match.n_remote
         cool = (
-            self._promote(match.keys, match.keys[match.n_hot :]) if len(warm) == match.n_hot else []
+            self._promote(match.keys, match.keys[match.n_hot : n_near])
+            if len(warm) == match.n_hot
+            else []
         )
-        hit = _verified(chain, [*warm, *cool], len(warm)) if cool else found
+        near = [*warm, *cool]
+        far = (
+            self._fetch(chain.root, match.keys, match.keys[n_near:], by)
+            if len(near) == n_near
+            else []
+        )
+        hit = _verified(chain, [*near, *far], len(warm), len(near)) if cool or far else found
         if hit is None:
             return None
-        hit = replace(hit, windows=self._windows(match.windows, hit.blocks))
+        hit = replace(hit, windows=self._windows(match.windows, hit.blocks, by))
         for key in (*_ends(hit, chain.block_tokens), *(w.key for w in hit.windows)):
             self.writer.touch(key)
         self._submit_used(hit)
+        if far:
+            self._keep(hit)
         return hit
 
     def only_hot(self, match: Match, chain: Chain) -> Match:
@@ -171,13 +225,18 @@ class TieredStore:
         n_tokens = min(match.n_hot * chain.block_tokens, match.n_tokens)
         return Match(match.keys[: match.n_hot], n_tokens, match.n_hot)
 
-    def _windows(self, wanted: Sequence[BlockKey], blocks: Sequence[Block]) -> tuple[Block, ...]:
+    def _windows(
+        self, wanted: Sequence[BlockKey], blocks: Sequence[Block], by: float
+    ) -> tuple[Block, ...]:
         """The windows of the last of ``blocks``, promoted where need be; none unless all."""
         warm = {key: b for key in wanted for b in self.hot.load([key])}
         self.hot.touch(list(warm))
         cool = [key for key in wanted if key not in warm]
         path = (*wanted, *(b.key for b in blocks))
         found = warm | {b.key: b for b in self._promote(path, cool)} if cool else warm
+        absent = [key for key in wanted if key not in found]
+        if absent and blocks:
+            found |= {b.key: b for b in self._fetch(blocks[0].root, path, absent, by)}
         windows = [found[key] for key in wanted if key in found]
         if len(windows) < len(wanted) or len(blocks) < len(wanted):
             return ()
@@ -192,15 +251,32 @@ class TieredStore:
         is room. None of ``path`` makes way for them.
         """
         start = time.monotonic()
+        blocks = self._loaded(wanted, lambda: self.cold.load(wanted, self._reserve(path)))
+        self.pace.promoted(sum(b.n_bytes for b in blocks), time.monotonic() - start)
+        self.hot.mark_stored(b.key for b in blocks)
+        self.counters.add("promotes", len(blocks))
+        return blocks
+
+    def _fetch(
+        self, root: BlockKey, path: Sequence[BlockKey], wanted: Sequence[BlockKey], by: float
+    ) -> list[Block]:
+        """As `_promote`, from the remote tier."""
+        sharing = self.sharing
+        if sharing is None or not wanted or not by:
+            return []
+        return self._loaded(wanted, lambda: sharing.load(root, wanted, self._reserve(path), by))
+
+    def _reserve(self, path: Sequence[BlockKey]) -> Allocate:
+        return partial(self.hot.reserve, path)
+
+    def _loaded(self, wanted: Sequence[BlockKey], load: Callable[[], list[Block]]) -> list[Block]:
+        """What ``load`` gave, in the hot tier as far as there is room."""
         try:
-            blocks = self.cold.load(wanted, partial(self.hot.reserve, path))
+            blocks = load()
             n = self.hot.put(blocks)
         finally:
             self.hot.unreserve(wanted)
-        self.pace.promoted(sum(b.n_bytes for b in blocks), time.monotonic() - start)
         resident = self.hot.load([b.key for b in blocks[:n]])
-        self.hot.mark_stored(b.key for b in resident)
-        self.counters.add("promotes", len(blocks))
         # What the hot tier had no room for is used once, as decoded.
         return [*resident, *blocks[len(resident) :]]
 
@@ -290,7 +366,14 @@ class TieredStore:
     def _submit_used(self, hit: Hit) -> None:
         """Queue what the cold tier lacks of the blocks of a hit, if they are admitted by now."""
         path = [b.key for b in (*_well_used(hit), *filter(None, [hit.snapshot]))]
-        path = path[: self._admission.used(path)]
+        if self.sharing is not None:
+            self.sharing.used([*path, *(w.key for w in hit.windows)])
+        if path[: self._admission.used(path)]:
+            self._keep(hit)
+
+    def _keep(self, hit: Hit) -> None:
+        """Queue what the cold tier lacks of a hit."""
+        path = [b.key for b in (*_well_used(hit), *filter(None, [hit.snapshot]))]
         if not path or not self.cold.cap_bytes:
             return
         written = self._submitted(path)
@@ -328,6 +411,8 @@ class TieredStore:
         finally:
             self.hot.release(keys)
         self._lose("cold_refused", len(keys) - n)
+        if self.sharing is not None:
+            self.sharing.written(keys[:n])
 
     def lose(self, why: str) -> None:
         """Count a prompt that a fault kept from being put, so that `flush` tells of it."""
@@ -370,6 +455,7 @@ class TieredStore:
             hits=count.total("hits"),
             hit_tokens_hot=count.total("hit_tokens_hot"),
             hit_tokens_cold=count.total("hit_tokens_cold"),
+            hit_tokens_remote=count.total("hit_tokens_remote"),
             misses=count.by_label("misses"),
             inserts=count.total("inserts"),
             refused=count.by_label("refused"),
@@ -385,11 +471,14 @@ class TieredStore:
             disk_bytes=done.disk_bytes,
             unadmitted=count.total("unadmitted"),
             faults=count.by_label("faults") | done.faults,
+            remote=self.sharing.stats() if self.sharing else None,
         )
 
     def close(self) -> None:
         """Write what is queued, for a bounded time, and let go of everything. Idempotent."""
         self._lose("closed", self.writer.close(_CLOSE_SECONDS))
+        if self.sharing is not None:
+            self.sharing.close()
         self.hot.close()
         self.cold.close()
 
@@ -427,14 +516,15 @@ def _ends(hit: Hit, block_tokens: int) -> list[BlockKey]:
     return [b.key for b in ends]
 
 
-def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
+def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int, n_near: int) -> Hit | None:
     """The hit that ``blocks`` prove to be: each hangs on the one before and has the prompt's
     tokens; only the last may go on differently, and counts up to there. A snapshot ends it.
+    ``n_warm`` of the blocks were hot, ``n_near`` on this machine.
     """
     tokens = chain.tokens.astype("<i8", copy=False).tobytes()
     used: list[Block] = []
     snapshot = None
-    n_tokens = n_hot = 0
+    n_tokens = n_hot = n_remote = 0
     parent = chain.root
     for i, block in enumerate(blocks):
         if block.parent != parent:
@@ -448,9 +538,11 @@ def _verified(chain: Chain, blocks: Sequence[Block], n_warm: int) -> Hit | None:
         used.append(block)
         n_tokens += shared
         n_hot += shared if i < n_warm else 0
+        n_remote += shared if i >= n_near else 0
         if shared < block.n_tokens:
             break
         parent = block.key
     if not used:
         return None
-    return Hit(tuple(used), n_tokens, snapshot, (), n_hot, n_tokens - n_hot)
+    n_cold = n_tokens - n_hot - n_remote
+    return Hit(tuple(used), n_tokens, snapshot, (), n_hot, n_cold, n_remote)

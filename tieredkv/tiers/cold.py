@@ -52,6 +52,7 @@ from tieredkv.tiers.environment import (
 from tieredkv.tiers.health import finding
 from tieredkv.tiers.ledger import ADDED, CAP, DISK, ENCODED, Ledger, Node, Origin, Rows
 from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
+from tieredkv.tiers.objects import Parcel
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.readahead import announce
 from tieredkv.tiers.records import (
@@ -210,6 +211,35 @@ class _Reading:
         nothing: list[Stored] = []
         stored = self._read(lambda rows: self._stored(rows, keys), nothing)
         return loader.load(stored, allocate) if loader and stored else []
+
+    def line(self, key: BlockKey) -> list[BlockKey]:
+        """A block's ancestors, from the first, and itself; nothing if it isn't here."""
+
+        def climb(rows: Rows) -> list[BlockKey]:
+            found = [key]
+            record = rows.record(key)
+            while record is not None and record.parent != record.root:
+                found.append(record.parent)
+                record = rows.record(record.parent)
+            return found[::-1] if record is not None else []
+
+        nothing: list[BlockKey] = []
+        return self._read(climb, nothing)
+
+    def export(self, key: BlockKey) -> Parcel | None:
+        """A block as it is stored, to be put elsewhere; None if it isn't here or is damaged."""
+
+        def read(rows: Rows) -> Parcel | None:
+            record = None if key in self._condemned else rows.record(key)
+            blob = rows.blob(key, record) if record else None
+            if record is None or blob is None:
+                return None
+            return Parcel(record, blob, rows.use(key).grade)
+
+        parcel = self._read(read, None)
+        if parcel is None or checksum(parcel.blob) != parcel.record.checksum:
+            return None
+        return parcel
 
     def missing(self, chain: Chain) -> int:
         """Index of the first block of ``chain``, tail included, that isn't here.

@@ -1,0 +1,1 @@
+"""Stores that other people build and run, behind one small contract."""
