@@ -10,10 +10,11 @@ import caches
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from remotes import Shared
 
 from tieredkv import keys
 from tieredkv.codec import PlaneCodec
-from tieredkv.core import Chain, LowerTier, Partial, Tier
+from tieredkv.core import Chain, LowerTier, Partial, SharedTier, Tier
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier
 from tieredkv.tiers.null import NullTier
@@ -21,6 +22,24 @@ from tieredkv.tiers.null import NullTier
 PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 Make = Callable[[], Tier]
+
+
+@pytest.fixture(params=["hot", "cold", "s3", "redis"])
+def make_any(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Of the part of the contract that a tier on somebody else's server keeps, too."""
+    if request.param == "hot":
+        return lambda: HotTier(1 << 20)
+    if request.param == "cold":
+        return lambda: ColdTier(tmp_path_factory.mktemp("cold"), 64 << 20, PlaneCodec())
+    server = request.getfixturevalue(request.param)
+    return lambda: Shared(server.url())
+
+
+@pytest.fixture
+def any_tier(make_any: Make) -> Iterator[Tier]:
+    t = make_any()
+    yield t
+    t.close()
 
 
 @pytest.fixture(params=["hot", "cold"])
@@ -51,12 +70,15 @@ def test_implementations_satisfy_the_protocols(tmp_path: Path) -> None:
     cold = ColdTier(tmp_path, 64 << 20, PlaneCodec())
     assert isinstance(cold, LowerTier)
     cold.close()
+    remote = Shared("redis://127.0.0.1:1")
+    assert isinstance(remote.tier, SharedTier)
+    remote.close()
 
 
-def test_what_is_put_is_loaded_bit_for_bit(tier: Tier) -> None:
+def test_what_is_put_is_loaded_bit_for_bit(any_tier: Tier) -> None:
     """The law of the whole thing, one tier at a time."""
-    c = put(tier, range(10))
-    loaded = tier.load(c.keys)
+    c = put(any_tier, range(10))
+    loaded = any_tier.load(c.keys)
     want = caches.blocks(c)
     assert [(b.root, b.parent, b.key, b.tokens, b.specs) for b in loaded] == [
         (b.root, b.parent, b.key, b.tokens, b.specs) for b in want
@@ -64,13 +86,13 @@ def test_what_is_put_is_loaded_bit_for_bit(tier: Tier) -> None:
     assert [caches.data(b) for b in loaded] == [caches.data(b) for b in want]
 
 
-def test_lookup_counts_full_blocks_from_the_start(tier: Tier) -> None:
+def test_lookup_counts_full_blocks_from_the_start(any_tier: Tier) -> None:
     """Tails are never found by key: they are leaves, and `nearest` cuts them."""
-    put(tier, range(10))
-    assert tier.lookup(caches.chain(range(30))) == 2
-    assert tier.lookup(caches.chain(range(10)), 1) == 2
-    assert tier.lookup(caches.chain(range(10)), 2) == 2
-    assert tier.lookup(caches.chain([9, *range(10)])) == 0
+    put(any_tier, range(10))
+    assert any_tier.lookup(caches.chain(range(30))) == 2
+    assert any_tier.lookup(caches.chain(range(10)), 1) == 2
+    assert any_tier.lookup(caches.chain(range(10)), 2) == 2
+    assert any_tier.lookup(caches.chain([9, *range(10)])) == 0
 
 
 def test_lookup_compares_tokens_and_not_only_keys(tier: Tier) -> None:
@@ -80,20 +102,20 @@ def test_lookup_compares_tokens_and_not_only_keys(tier: Tier) -> None:
     assert tier.lookup(forged) == 0
 
 
-def test_nearest_finds_the_longest_common_prefix_of_the_children(tier: Tier) -> None:
+def test_nearest_finds_the_longest_common_prefix_of_the_children(any_tier: Tier) -> None:
     """A partial hit shorter than it could be is work done twice."""
-    first = put(tier, [1, 2, 3, 4, 5, 6, 7])
-    second = put(tier, [1, 2, 3, 4, 5, 9])
+    first = put(any_tier, [1, 2, 3, 4, 5, 6, 7])
+    second = put(any_tier, [1, 2, 3, 4, 5, 9])
     parent = first.keys[0]
     raw = caches.chain([5, 6, 8]).tokens_of(0)
-    assert tier.nearest(parent, raw) == Partial(first.keys[1], 2)
+    assert any_tier.nearest(parent, raw) == Partial(first.keys[1], 2)
     raw = caches.chain([5, 9, 9]).tokens_of(0)
-    assert tier.nearest(parent, raw) == Partial(second.keys[1], 2)
-    assert tier.nearest(parent, caches.chain([8]).tokens_of(0)) is None
-    assert tier.nearest(second.keys[1], raw) is None
+    assert any_tier.nearest(parent, raw) == Partial(second.keys[1], 2)
+    assert any_tier.nearest(parent, caches.chain([8]).tokens_of(0)) is None
+    assert any_tier.nearest(second.keys[1], raw) is None
 
 
-def test_prefixes_are_the_children_that_lead_a_query_longest_first(tier: Tier) -> None:
+def test_prefixes_are_the_children_that_lead_a_query_longest_first(any_tier: Tier) -> None:
     """Only where such a child ends can state that isn't sliced have been captured."""
     by_length = {}
     for tokens in ([5], [5, 6, 7], [5, 6, 9], [8]):
@@ -101,23 +123,23 @@ def test_prefixes_are_the_children_that_lead_a_query_longest_first(tier: Tier) -
         snapshot = keys.with_snapshot(c)
         blocks = caches.blocks(c)
         empty = replace(blocks[0], parent=c.keys[-1], key=snapshot.keys[-1], tokens=b"")
-        assert tier.put([*blocks, empty]) == 3
+        assert any_tier.put([*blocks, empty]) == 3
         by_length[len(tokens), tokens[-1]] = c.keys[1]
     query = caches.chain([5, 6, 7, 8]).tokens_of(0)
-    assert tier.prefixes(c.keys[0], query) == [
+    assert any_tier.prefixes(c.keys[0], query) == [
         Partial(by_length[3, 7], 3),
         Partial(by_length[1, 5], 1),
     ]
-    assert tier.prefixes(c.keys[0], b"") == []
-    assert tier.prefixes(c.keys[1], query) == []
+    assert any_tier.prefixes(c.keys[0], b"") == []
+    assert any_tier.prefixes(c.keys[1], query) == []
 
 
-def test_load_stops_at_the_first_absent_block(tier: Tier) -> None:
+def test_load_stops_at_the_first_absent_block(any_tier: Tier) -> None:
     """A gap in a prefix is the end of it."""
-    c = put(tier, range(8))
+    c = put(any_tier, range(8))
     absent = caches.chain(range(50, 54)).keys[0]
-    assert [b.key for b in tier.load([c.keys[0], absent, c.keys[1]])] == [c.keys[0]]
-    assert tier.load([]) == []
+    assert [b.key for b in any_tier.load([c.keys[0], absent, c.keys[1]])] == [c.keys[0]]
+    assert any_tier.load([]) == []
 
 
 def test_a_block_without_its_parent_is_not_taken(tier: Tier) -> None:
@@ -152,12 +174,12 @@ def test_a_tail_that_is_covered_counts_as_held(tier: Tier) -> None:
     assert tier.n_blocks == 2
 
 
-def test_namespaces_do_not_mix(tier: Tier) -> None:
+def test_namespaces_do_not_mix(any_tier: Tier) -> None:
     """The same tokens under another root are another prompt."""
-    put(tier, range(8))
+    put(any_tier, range(8))
     other = caches.chain(range(8), model="other")
-    assert tier.lookup(other) == 0
-    assert tier.nearest(other.root, other.tokens_of(0)) is None
+    assert any_tier.lookup(other) == 0
+    assert any_tier.nearest(other.root, other.tokens_of(0)) is None
 
 
 def test_trim_evicts_leaves_and_keeps_prefixes(tier: Tier) -> None:
@@ -186,9 +208,9 @@ def test_unknown_keys_are_ignored_by_touch(tier: Tier) -> None:
     tier.touch(caches.chain(range(4)).keys)
 
 
-def test_after_close_nothing_is_found_and_nothing_taken(make: Make) -> None:
+def test_after_close_nothing_is_found_and_nothing_taken(make_any: Make) -> None:
     """A server that ends still has requests under way."""
-    tier = make()
+    tier = make_any()
     c = put(tier, range(8))
     tier.close()
     tier.close()
@@ -196,20 +218,21 @@ def test_after_close_nothing_is_found_and_nothing_taken(make: Make) -> None:
     assert tier.nearest(c.root, c.tokens_of(0)) is None
     assert tier.load(c.keys) == []
     assert tier.put(caches.blocks(c)) == 0
-    tier.touch(c.keys)
-    tier.trim_to(0)
+    if isinstance(tier, Tier):
+        tier.touch(c.keys)
+        tier.trim_to(0)
 
 
-# `make` makes a new tier for each example, so that it is set up only once does no harm.
+# `make_any` makes a new tier for each example, so that it is set up only once does no harm.
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.lists(PROMPT, max_size=8), PROMPT)
 def test_lookup_and_nearest_agree_with_a_search_of_all_prompts(
-    make: Make, prompts: list[list[int]], query: list[int]
+    make_any: Make, prompts: list[list[int]], query: list[int]
 ) -> None:
     """The oracle looks at every prompt; the tier must find as much in a few steps."""
-    tier = make()
+    tier = make_any()
     for p in prompts:
         put(tier, p)
     c = caches.chain(query)

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from mlx_lm import server as upstream
 
-from tieredkv.core import COLD_ADMIT, COLD_QUANTIZE, default_cold_dir
+from tieredkv.core import COLD_ADMIT, COLD_QUANTIZE, REMOTE_UPLOAD, Remote, default_cold_dir
 from tieredkv.patch import in_upstream
-from tieredkv.units import size
+from tieredkv.units import duration, size
 
 # Share of the machine's memory that the hot tier may take if no cap is given.
 HOT_SHARE = 8
 _COLD_BYTES = 16 << 30
 _RESERVE_BYTES = 2 << 30
 _CHECKPOINT_TOKENS = 2048
+_REMOTE = (
+    "Prompts that machines share, on a server that you run: each takes from there what others have "
+    "computed. They need the same model, versions and kind of machine."
+)
 
 
 class _Built(Exception):
@@ -115,7 +121,65 @@ def parser() -> argparse.ArgumentParser:
         "differ from those without a cache. Servers with and without it find nothing of each "
         "other's (default: %(default)s)",
     )
+    _add_remote(p.add_argument_group("remote prompt cache", _REMOTE))
     return p
+
+
+def _add_remote(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prompt-cache-remote",
+        default=os.environ.get("TIEREDKV_REMOTE"),
+        metavar="URL",
+        help="s3://bucket/prefix, of any S3-compatible store, or redis://, rediss:// or "
+        "valkey://host:port/db. Who can read it can read the prompts, and who can write to it can "
+        "change answers, unless there is a key (default: $TIEREDKV_REMOTE, or none)",
+    )
+    group.add_argument(
+        "--prompt-cache-remote-upload",
+        choices=REMOTE_UPLOAD,
+        default="all",
+        help="What is uploaded: all that goes to disk, what a later prompt has used, or what is "
+        "pinned (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prompt-cache-remote-timeout",
+        type=duration,
+        default="2s",
+        metavar="DURATION",
+        help="The most that it may delay a request; what came by then is used (default: 2s)",
+    )
+    group.add_argument(
+        "--prompt-cache-remote-rate",
+        type=size,
+        default=0,
+        metavar="SIZE",
+        help="Upload at most so many bytes a second (default: no limit)",
+    )
+    group.add_argument(
+        "--prompt-cache-remote-key",
+        metavar="FILE",
+        help="Encrypt what is uploaded with the key in this file, 32 bytes or a line of text; all "
+        "machines need the same. 'openssl rand -hex 32' makes one",
+    )
+
+
+def remote(args: argparse.Namespace) -> Remote | None:
+    """The remote tier that the flags describe.
+
+    Raises:
+        OSError: the key's file can't be read.
+        ValueError: a value that makes no sense.
+    """
+    if not args.prompt_cache_remote:
+        return None
+    key = args.prompt_cache_remote_key
+    return Remote(
+        args.prompt_cache_remote,
+        args.prompt_cache_remote_upload,
+        args.prompt_cache_remote_timeout,
+        args.prompt_cache_remote_rate,
+        Path(key).read_bytes() if key else None,
+    )
 
 
 def prefill_step(args: argparse.Namespace) -> int:

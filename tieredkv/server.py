@@ -24,7 +24,8 @@ from mlx_lm import server as upstream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from tieredkv.core import Quantization
-from tieredkv.flags import HOT_SHARE, parser, prefill_step
+from tieredkv.engines.base import RemoteRefused, redacted
+from tieredkv.flags import HOT_SHARE, parser, prefill_step, remote
 from tieredkv.generation import TieredModelProvider, TieredResponseGenerator
 from tieredkv.handler import TieredAPIHandler
 from tieredkv.patch import UPSTREAM_VERSION
@@ -50,6 +51,7 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         reserve_bytes=args.prompt_cache_reserve,
         cold_quantize=args.cold_quantize,
         cold_admit=args.cold_admit,
+        remote=remote(args),
     )
     if args.cold_quantize != "none":
         _LOG.warning(
@@ -66,6 +68,13 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         if stats.cold.cap_bytes
         else "none",
     )
+    if args.prompt_cache_remote:
+        _LOG.info(
+            "tieredkv: remote tier in %s, uploads: %s, at most %.3g s a request",
+            redacted(args.prompt_cache_remote),
+            args.prompt_cache_remote_upload if stats.cold.cap_bytes else "none",
+            args.prompt_cache_remote_timeout,
+        )
     return cache
 
 
@@ -152,6 +161,10 @@ def serve(argv: Sequence[str] | None = None) -> int:
         p.error(
             "--prompt-cache-disk-bytes must be more than 0; --prompt-cache-dir none turns it off"
         )
+    try:
+        remote(args)
+    except (OSError, ValueError) as e:
+        p.error(f"--prompt-cache-remote: {e}")
     # Upstream's list of models fails without the directory that a first download makes.
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
     maybe_set_recommended_wired_limit()
@@ -166,4 +179,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
             version("mlx-lm"),
             UPSTREAM_VERSION,
         )
-    return run(args)
+    try:
+        return run(args)
+    except RemoteRefused as e:
+        p.error(f"--prompt-cache-remote: {e}")

@@ -47,36 +47,38 @@ class Sharing:
         config: Remote,
         codec: Codec,
         block_tokens: int,
-        source: Source | None,
         pace: Pace,
         counters: Counters,
     ) -> None:
-        """Connect to nothing yet.
+        """Connect to nothing yet, and upload nothing before `feed`.
 
         Args:
             config: where, and how.
             codec: of the blobs.
             block_tokens: of full blocks.
-            source: the cold tier, from which blocks are uploaded; None for no uploads.
             pace: how fast models compute.
             counters: where everything is counted.
 
         Raises:
-            RemoteRefused, BadKeyFile: it can't be done as it was asked for.
+            RemoteRefused: it can't be done as it was asked for.
         """
         engine = open_engine(config.url, Timeouts(config.timeout, _WRITE_SECONDS))
         wrap: Wrap = Plain() if config.key is None else Sealed(secret_of(config.key))
         self._policy = config.upload
+        self._rate = config.rate
         self._pace = pace
         self._counters = counters
         self.tier = RemoteTier(engine, codec, wrap, config.timeout, block_tokens, counters)
-        self.uploader = (
-            None if source is None else Uploader(self.tier, source, config.rate, counters)
-        )
+        self.uploader: Uploader | None = None
+
+    def feed(self, source: Source | None) -> None:
+        """Upload from the cold tier ``source``; None for not at all."""
         if source is None:
             _LOG.warning(
-                "tieredkv: nothing is uploaded to %s: that needs a cold tier", engine.title
+                "tieredkv: nothing is uploaded to %s: that needs a cold tier", self.tier.title
             )
+            return
+        self.uploader = Uploader(self.tier, source, self._rate, self._counters)
 
     # ---- a hit
 

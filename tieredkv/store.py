@@ -69,13 +69,10 @@ def _open_cold(config: Config, counters: Counters) -> LowerTier:
         return NullTier()
 
 
-def _open_sharing(
-    config: Config, cold: LowerTier, pace: Pace, counters: Counters
-) -> Sharing | None:
+def _open_sharing(config: Config, pace: Pace, counters: Counters) -> Sharing | None:
     if config.remote is None:
         return None
-    source = cold if isinstance(cold, ColdTier) else None
-    return Sharing(config.remote, _codec(config), config.block_tokens, source, pace, counters)
+    return Sharing(config.remote, _codec(config), config.block_tokens, pace, counters)
 
 
 class TieredStore:
@@ -85,10 +82,13 @@ class TieredStore:
         """Open the tiers. A cold directory that can't be used is logged and done without."""
         self.config = config
         self.counters = Counters()
+        self.pace = Pace()
+        # Whatever is wrong with it is said before anything is opened.
+        self.sharing = _open_sharing(config, self.pace, self.counters)
         self.hot = HotTier(config.hot_bytes, config.block_tokens)
         self.cold = _open_cold(config, self.counters)
-        self.pace = Pace()
-        self.sharing = _open_sharing(config, self.cold, self.pace, self.counters)
+        if self.sharing is not None:
+            self.sharing.feed(self.cold if isinstance(self.cold, ColdTier) else None)
         limit = config.queue_bytes
         limit = config.hot_bytes * 3 // 4 if limit is None else limit
         self.writer = Writer(self.cold, limit, self._written)

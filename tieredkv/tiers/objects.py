@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tieredkv.codec import checksum
-from tieredkv.core import FORMAT_VERSION, GRADES, BlockKey, CorruptBlob, TieredKVError
+from tieredkv.core import FORMAT_VERSION, GRADES, BlockKey, CorruptBlob
+from tieredkv.engines.base import RemoteRefused
 from tieredkv.keys import KEY_BYTES, block_key
 from tieredkv.tiers.records import Record
 
@@ -31,10 +32,6 @@ _PLAIN, _SEALED = 0, 1
 _DIGEST_BYTES = 32
 _NONCE_BYTES = 12
 _SECRET_BYTES = 32
-
-
-class BadKeyFile(TieredKVError, ValueError):
-    """A file that should hold a key, and doesn't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +131,16 @@ class Sealed:
         """Derive three keys from ``secret``, 32 bytes.
 
         Raises:
-            ModuleNotFoundError: there is no such package.
+            RemoteRefused: the package isn't installed.
         """
-        aead = importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
-        self._invalid = importlib.import_module("cryptography.exceptions").InvalidTag
+        try:
+            aead = importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
+            self._invalid = importlib.import_module("cryptography.exceptions").InvalidTag
+        except ModuleNotFoundError as e:
+            raise RemoteRefused(
+                f"a key for the remote tier needs the package {e.name}: "
+                "pip install 'tieredkv[remote]'"
+            ) from e
         self._content: Any = aead.AESGCM(_derive(secret, b"content", _SECRET_BYTES))
         self._hidden: Any = aead.AESSIV(_derive(secret, b"hidden", 2 * _SECRET_BYTES))
         self.secret = _derive(secret, b"names", _SECRET_BYTES)
@@ -175,13 +178,13 @@ def secret_of(content: bytes) -> bytes:
     """The key in a file: 32 bytes as they are, or any longer text, such as of ``openssl rand``.
 
     Raises:
-        BadKeyFile: it is too short to keep a secret.
+        RemoteRefused: it is too short to keep a secret.
     """
     if len(content) == _SECRET_BYTES:
         return content
     text = content.strip()
     if len(text) < _SECRET_BYTES:
-        raise BadKeyFile(
+        raise RemoteRefused(
             "a key is 32 random bytes, or a line of at least 32 characters: "
             "openssl rand -hex 32 > FILE"
         )
