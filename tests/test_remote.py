@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from remotes import Shared, parcel
 
 from tieredkv import Remote, SaltedPrompt, TieredPromptCache, keys
-from tieredkv.core import BlockKey
+from tieredkv.core import BlockKey, Chain
 from tieredkv.engines.base import EngineFault, RemoteRefused, Timeouts
 from tieredkv.engines.opening import open_engine
 from tieredkv.pace import Link
@@ -323,10 +323,7 @@ def namespaced(tokens: list[int]) -> list[Any]:
     """Blocks as a machine has them, made by one."""
     with TieredPromptCache(None, block_tokens=4) as cache:
         cache.insert_cache(MODEL, tokens, caches.make(tokens))
-        match = cache._store.match(
-            cache._chain(cache._known_namespace(MODEL)[0], keys.as_tokens(tokens))
-        )
-        return cache._store.hot.load(match.keys)
+        return cache._store.hot.load(chain_of(cache, tokens).keys)
 
 
 def chain_of(cache: TieredPromptCache, tokens: list[int]) -> Chain:

@@ -50,7 +50,7 @@ _LOG = logging.getLogger("tieredkv")
 _T = TypeVar("_T")
 
 # Calls under way at a time, and encoded bytes that a load may have under way.
-_THREADS = 16
+_THREADS = 32
 _AHEAD_BYTES = 64 << 20
 # Larger objects are neither put nor taken: Redis has this limit.
 MAX_OBJECT_BYTES = 512 << 20
