@@ -42,8 +42,8 @@ LAYERS = (
     ("generation",),
     ("server",),
     ("commands.console",),
-    ("commands.compact", "commands.prune", "commands.stats"),
-    ("commands.verify",),
+    ("commands.compact", "commands.pin", "commands.prune", "commands.stats"),
+    ("commands.unpin", "commands.verify"),
     ("cli",),
     ("__main__",),
 )
