@@ -148,9 +148,10 @@ class Proxy:
         self._ready.set()
         self._loop.run_forever()
         server.close()
-        for task in asyncio.all_tasks(self._loop):
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -226,12 +226,11 @@ def test_on_second_use_uploads_nothing_before(redis: Redis, tmp_path: Path) -> N
 def test_parents_that_are_gone_are_put_again(redis: Redis, tmp_path: Path) -> None:
     """A lifetime ends for the oldest first: without them what hangs on them can't be found."""
     url = redis.url()
-    c = caches.chain(TOKENS)
-    blocks = caches.blocks(c)
     shared = Shared(url)
-    shared.put(blocks[1:])
-    assert shared.lookup(c) == 0
+    shared.put(namespaced(TOKENS)[1:])
     shared.close()
+    with Machine(tmp_path, url, upload="pinned") as other:
+        assert other.hit() == 0
     with Machine(tmp_path, url) as one:
         one.compute(TOKENS)
     with Machine(tmp_path, url) as two:

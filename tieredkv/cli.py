@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tieredkv.commands import compact, prune, stats, verify
+from tieredkv.commands import compact, pin, prune, stats, unpin, verify
 from tieredkv.commands.console import FAILED, STATUS
 from tieredkv.core import ColdTierUnavailable
 
-_COMMANDS = (stats, prune, verify, compact)
+_COMMANDS = (stats, pin, unpin, prune, verify, compact)
 
 _EXAMPLES = f"""\
 examples:

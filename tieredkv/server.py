@@ -51,6 +51,8 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         reserve_bytes=args.prompt_cache_reserve,
         cold_quantize=args.cold_quantize,
         cold_admit=args.cold_admit,
+        ttl=args.prompt_cache_ttl,
+        pin_share=args.pin_share,
         remote=remote(args),
     )
     if args.cold_quantize != "none":
@@ -68,6 +70,11 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         if stats.cold.cap_bytes
         else "none",
     )
+    if args.prompt_cache_remote and args.prompt_cache_ttl:
+        _LOG.warning(
+            "tieredkv: nothing is uploaded: with --prompt-cache-ttl all prompts expire, and those "
+            "that do stay on this machine"
+        )
     if args.prompt_cache_remote:
         _LOG.info(
             "tieredkv: remote tier in %s, uploads: %s, at most %.3g s a request",

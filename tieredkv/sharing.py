@@ -193,9 +193,10 @@ class Sharing:
         if self._policy != "pinned":
             self._upload(keys)
 
-    def pinned(self, keys: Sequence[BlockKey]) -> None:
-        """Be told of blocks that have been pinned."""
-        self._upload(keys)
+    def pinned(self) -> None:
+        """Be told that something has been pinned. What other processes pin is found in time."""
+        if self.uploader is not None:
+            self.uploader.look()
 
     def _upload(self, keys: Sequence[BlockKey]) -> None:
         if self.uploader is not None:

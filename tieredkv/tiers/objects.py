@@ -36,11 +36,14 @@ _SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A block as it travels: its record, its blob, and how it ages."""
+    """A block as it travels: its record, its blob, and how it ages. When it expires, in Unix ns,
+    doesn't travel: it is told to whom may not let it go.
+    """
 
     record: Record
     blob: bytes | memoryview
     grade: int = 0
+    expires: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 from tieredkv.breaker import Breaker
@@ -34,20 +34,56 @@ _PATIENCE = 0.5
 _PUT = "put"
 # How long what waits may still take at the end.
 _CLOSE_SECONDS = 2.0
+# How often it is looked what other processes have pinned.
+_LOOK_SECONDS = 30.0
 
 
 class Source(Protocol):
     """What is asked of a cold tier. Any thread may call."""
 
-    def line(self, key: BlockKey) -> list[BlockKey]:
-        """A block's ancestors, from the first, and itself; nothing if it isn't here."""
+    def line(self, key: BlockKey, known: Container[BlockKey]) -> list[BlockKey]:
+        """A block and its ancestors, from the first behind the last that is ``known``; nothing if
+        it isn't here.
+        """
 
     def export(self, key: BlockKey) -> Parcel | None:
         """A block as it is stored; None if it isn't here."""
 
+    def pinned_keys(self) -> list[BlockKey]:
+        """Blocks that are pinned, without their ancestors."""
+
 
 class _Gone(Exception):
-    """A block, or one of its ancestors, isn't in the cold tier any more."""
+    """A block, or one of its ancestors, isn't in the cold tier any more, or may not leave it. Says
+    why, in a word.
+    """
+
+
+class _Known:
+    """Blocks that were there not long ago. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: OrderedDict[BlockKey, float] = OrderedDict()
+
+    def __contains__(self, key: object) -> bool:
+        with self._lock:
+            since = self._since.get(key)  # type: ignore[call-overload] # what isn't a key isn't in
+            return since is not None and time.monotonic() - since < _KNOWN_SECONDS
+
+    def add(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            now = time.monotonic()
+            for key in keys:
+                self._since[key] = now
+                self._since.move_to_end(key)
+            while len(self._since) > _MAX_KNOWN:
+                self._since.popitem(last=False)
+
+    def discard(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._since.pop(key, None)
 
 
 class Uploader:
@@ -76,8 +112,7 @@ class Uploader:
         self._counters = counters
         self._breaker = breaker or Breaker()
         self._queue: OrderedDict[BlockKey, None] = OrderedDict()
-        # When a block was last known to be there.
-        self._known: OrderedDict[BlockKey, float] = OrderedDict()
+        self._known = _Known()
         self._changed = threading.Condition()
         self._busy = False
         self._closing = False
@@ -92,28 +127,23 @@ class Uploader:
     def submit(self, keys: Iterable[BlockKey]) -> None:
         """Queue blocks that aren't known to be there, parents first."""
         with self._changed:
-            now = time.monotonic()
-            fresh = [key for key in keys if not self._is_known(key, now) and key not in self._queue]
+            fresh = [key for key in keys if key not in self._known and key not in self._queue]
             room = 0 if self._closing else _MAX_QUEUED - len(self._queue)
             self._queue.update(dict.fromkeys(fresh[:room]))
             self._lose("queue_full", len(fresh[room:]))
             self._changed.notify_all()
 
+    def look(self) -> None:
+        """Queue what is pinned."""
+        self.submit(self._source.pinned_keys())
+
     def know(self, keys: Iterable[BlockKey]) -> None:
         """Note that blocks are there."""
-        with self._changed:
-            now = time.monotonic()
-            for key in keys:
-                self._known[key] = now
-                self._known.move_to_end(key)
-            while len(self._known) > _MAX_KNOWN:
-                self._known.popitem(last=False)
+        self._known.add(keys)
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Note that blocks turned out not to be there."""
-        with self._changed:
-            for key in keys:
-                self._known.pop(key, None)
+        self._known.discard(keys)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until the queue is empty; False if it isn't after ``timeout`` seconds."""
@@ -132,16 +162,24 @@ class Uploader:
     # ---- the thread
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: bool(self._queue) or self._closing)
-                if self._closing:
-                    return
-                key, _ = self._queue.popitem(last=False)
-                self._busy = True
-            self._upload(key)
+        while not self._closing:
+            key = self._next()
+            if key is not None:
+                self._upload(key)
+            elif not self._closing:
+                self.look()
+
+    def _next(self) -> BlockKey | None:
+        """The block whose turn it is; None if there was none for a while, or this is the end."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: bool(self._queue) or self._closing, _LOOK_SECONDS)
+            if self._closing or not self._queue:
+                return None
+            key, _ = self._queue.popitem(last=False)
+            self._busy = True
+            return key
 
     def _upload(self, key: BlockKey) -> None:
         """Bring a block and its ancestors there; try again after a fault, but not for ever."""
@@ -150,8 +188,8 @@ class Uploader:
                 return
             try:
                 self._bring(key)
-            except _Gone:
-                self._lose("gone", 1)
+            except _Gone as gone:
+                self._lose(str(gone), 1)
                 return
             except EngineFault as fault:
                 self._fail(fault)
@@ -165,30 +203,37 @@ class Uploader:
         self._lose("engine", 1)
 
     def _bring(self, key: BlockKey) -> None:
-        line = self._source.line(key)
+        line = self._source.line(key, self._known)
         if not line:
-            raise _Gone
-        now = time.monotonic()
-        with self._changed:
-            unknown = [k for k in line if not self._is_known(k, now)]
-        lacking = [k for k in unknown if k not in self._held(unknown)]
-        for k in lacking:
-            self._put(k)
-        self._tier.refresh(line)
-        self.know(unknown)
+            raise _Gone("gone")
+        held = self._tier.held(line)
+        # Before anything is put that nothing would hang on.
+        leaf = None if key in held else self._leaf(key)
+        for k in line:
+            if k not in held:
+                self._put(k, leaf if leaf and k == key else self._exported(k))
+        # A parent must not go long before its child.
+        self._tier.refresh([k for k in line if k in held])
+        self.know(line)
 
-    def _held(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
-        return self._tier.held(keys) if keys else frozenset()
+    def _leaf(self, key: BlockKey) -> Parcel:
+        parcel = self._exported(key)
+        if parcel.expires:
+            # No engine could be told to forget it in time.
+            raise _Gone("expires")
+        return parcel
 
-    def _put(self, key: BlockKey) -> None:
+    def _exported(self, key: BlockKey) -> Parcel:
         parcel = self._source.export(key)
         if parcel is None:
-            raise _Gone
+            raise _Gone("gone")
+        return parcel
+
+    def _put(self, key: BlockKey, parcel: Parcel) -> None:
         self._pause(self._throttle.delay(len(parcel.blob)))
         n_bytes = self._tier.put(key, parcel)
         if not n_bytes:
-            self._lose("too_large", 1)
-            raise _Gone
+            raise _Gone("too_large")
         self.know([key])
         self._counters.add("remote_blocks_written")
         self._counters.add("remote_bytes_written", n_bytes)
@@ -225,9 +270,6 @@ class Uploader:
             )
         else:
             self._pause(_PATIENCE)
-
-    def _is_known(self, key: BlockKey, now: float) -> bool:
-        return now - self._known.get(key, -_KNOWN_SECONDS) < _KNOWN_SECONDS
 
     def _lose(self, why: str, n: int) -> int:
         return self._counters.add("remote_dropped", n, why) if n else 0
