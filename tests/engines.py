@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlencode
@@ -166,9 +167,10 @@ class Proxy:
         except OSError:
             writer.close()
             return
-        await asyncio.gather(
-            self._pass(reader, there[1], back=False), self._pass(there[0], writer, back=True)
-        )
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(
+                self._pass(reader, there[1], back=False), self._pass(there[0], writer, back=True)
+            )
 
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, back: bool
@@ -200,6 +202,7 @@ class Proxy:
                 break
             if back:
                 data = await self._altered(data)
+                data = data if self.cut is None else data[: max(0, self.cut - passed)]
                 passed += len(data)
             try:
                 writer.write(data)

@@ -223,6 +223,36 @@ def test_on_second_use_uploads_nothing_before(redis: Redis, tmp_path: Path) -> N
         assert two.hit() == 11
 
 
+def test_what_is_pinned_is_uploaded_whatever_the_policy(redis: Redis, tmp_path: Path) -> None:
+    """Who pins a prefix says that it will be used: here or elsewhere."""
+    url = redis.url()
+    with Machine(tmp_path, url, upload="pinned") as one:
+        one.compute(TOKENS)
+        assert one.stats().remote.blocks_written == 0
+        one.pin(MODEL, TOKENS)
+        one.settle()
+        assert one.stats().remote.blocks_written == 3
+    with Machine(tmp_path, url) as two:
+        assert two.hit() == 11
+
+
+def test_what_is_to_be_forgotten_stays_on_its_machine(redis: Redis, tmp_path: Path) -> None:
+    """No engine could be told in time; and what is fetched is forgotten when its user says so."""
+    url = redis.url()
+    with Machine(tmp_path, url) as one:
+        one.insert_cache(MODEL, SaltedPrompt(TOKENS, ttl=3600), caches.make(TOKENS))
+        one.settle()
+        assert one.stats().remote.dropped == {"expires": 3}
+        # Somebody else may keep it.
+        longer = [*TOKENS, 7, 8, 9]
+        one.compute(longer)
+    with Machine(tmp_path, url) as two:
+        assert two.hit(SaltedPrompt(PROMPT, ttl=0.3)) == 11
+        time.sleep(0.35)
+        two._store.sharing = None
+        assert two.hit() == 0
+
+
 def test_parents_that_are_gone_are_put_again(redis: Redis, tmp_path: Path) -> None:
     """A lifetime ends for the oldest first: without them what hangs on them can't be found."""
     url = redis.url()
@@ -331,18 +361,21 @@ def chain_of(cache: TieredPromptCache, tokens: list[int]) -> Chain:
     return cache._chain(found[0], keys.as_tokens(tokens))
 
 
-@pytest.mark.parametrize("how", ["hang", "refuse"])
+@pytest.mark.parametrize(("how", "n_here"), [("hang", 0), ("hang", 8), ("refuse", 0)])
 def test_an_engine_that_does_not_answer_costs_a_bounded_time_and_then_none(
-    server: S3 | Redis, proxy: Proxy, tmp_path: Path, how: str
+    server: S3 | Redis, proxy: Proxy, tmp_path: Path, how: str, n_here: int
 ) -> None:
     """Requests must be answered as if it weren't there, and almost as soon."""
     prefix = fed(server, TOKENS)
     with Machine(tmp_path, server.url(proxy.port, prefix), timeout=0.3, upload="pinned") as one:
+        if n_here:
+            # Then the first question needs no answer: that is no sign of life.
+            one.compute(TOKENS[:n_here])
         setattr(proxy, how, True)
         waits = []
         for i in range(8):
             n, seconds = one.timed_hit([*TOKENS, i])
-            assert n == 0
+            assert n == n_here
             waits.append(seconds)
         assert max(waits) < 0.3 + SLACK
         assert sum(waits[3:]) < SLACK

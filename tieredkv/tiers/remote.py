@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 # Calls under way at a time, and encoded bytes that a load may have under way.
 _THREADS = 32
-_AHEAD_BYTES = 64 << 20
+_AHEAD_BYTES = 256 << 20
 # Larger objects are neither put nor taken: Redis has this limit.
 MAX_OBJECT_BYTES = 512 << 20
 # What an object is taken to be as long as none was seen.
@@ -150,7 +150,7 @@ class RemoteTier:
 
         deadline = self._until(by)
         width = _THREADS * self._engine.batch
-        return self._ask(lambda: first_absent(start, chain.n_full, width, held), start)
+        return self._ask(lambda: first_absent(start, chain.n_full, width, held), start, deadline)
 
     def nearest(self, parent: BlockKey, tokens: bytes, by: float | None = None) -> Partial | None:
         """See `core.SharedTier.nearest`."""
@@ -184,7 +184,7 @@ class RemoteTier:
             here = self._exist(keys, deadline)
             return frozenset(key for key, is_here in zip(keys, here, strict=True) if is_here)
 
-        return self._ask(ask, nothing) if keys else nothing
+        return self._ask(ask, nothing, deadline) if keys else nothing
 
     def _children(self, parent: BlockKey, query: Sequence[str], by: float | None) -> list[Member]:
         deadline = self._until(by)
@@ -202,7 +202,7 @@ class RemoteTier:
             return [*names, *more]
 
         nothing: list[str] = []
-        return list(members(self._ask(ask, nothing), self._wrap))
+        return list(members(self._ask(ask, nothing, deadline), self._wrap))
 
     def _exist(self, keys: Sequence[BlockKey], deadline: float) -> list[bool]:
         names = [self._name(key) for key in keys]
@@ -211,17 +211,16 @@ class RemoteTier:
         calls = [partial(self._engine.exists, group) for group in groups]
         return [is_here for found in self._gather(calls, deadline) for is_here in found]
 
-    def _ask(self, question: Callable[[], _T], otherwise: _T) -> _T:
+    def _ask(self, question: Callable[[], _T], otherwise: _T, deadline: float) -> _T:
         """The answer to a question that may take several calls; ``otherwise`` if it has none."""
-        if self._closed or self._breaker.is_open:
+        # That there is no time left is no fault of a call that wasn't made.
+        if self._closed or self._breaker.is_open or time.monotonic() >= deadline:
             return otherwise
         try:
-            answer = question()
+            return question()
         except EngineFault as fault:
             self._fail(_ASK, fault)
             return otherwise
-        self._breaker.succeeded(_ASK)
-        return answer
 
     def _gather(self, calls: Sequence[Callable[[], _T]], deadline: float) -> list[_T]:
         """What calls return that are made at once.
@@ -229,6 +228,8 @@ class RemoteTier:
         Raises:
             EngineFault: one of them failed, or the time was over.
         """
+        if not calls:
+            return []
         start = time.monotonic()
         futures = self._start(calls)
         try:
@@ -236,7 +237,8 @@ class RemoteTier:
         finally:
             for future in futures:
                 future.cancel()
-        rounds = -(-len(calls) // _THREADS) or 1
+        self._breaker.succeeded(_ASK)
+        rounds = -(-len(calls) // _THREADS)
         self.link.answered((time.monotonic() - start) / rounds)
         return found
 
@@ -262,11 +264,12 @@ class RemoteTier:
         """See `core.SharedTier.load`. Objects are fetched ahead, within a budget of bytes, while
         those that came are decoded on this thread.
         """
-        if self._closed or self._breaker.is_open or not keys:
+        deadline = self._until(by)
+        start = time.monotonic()
+        if self._closed or self._breaker.is_open or not keys or start >= deadline:
             return []
         blocks: list[Block] = []
         n_bytes = 0
-        start = time.monotonic()
         waiting: deque[Future[_Fetched | None]] = deque()
         rest = iter(keys)
         try:
@@ -274,7 +277,7 @@ class RemoteTier:
                 self._fill(waiting, rest)
                 if not waiting:
                     break
-                fetched = _result(waiting.popleft(), self._until(by))
+                fetched = _result(waiting.popleft(), deadline)
                 block = self._decode(root, keys[len(blocks)], fetched, allocate)
                 if fetched is None or block is None:
                     break
