@@ -218,6 +218,7 @@ class Proxy:
             self._free_at = max(self._free_at, self._loop.time()) + len(data) / self.rate
             await asyncio.sleep(self._free_at - self._loop.time())
         if self.damage is not None and len(data) > self.damage:
-            middle = len(data) // 2
-            return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+            # Near the end: what comes first is the protocol's.
+            place = len(data) - 20
+            return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         return data

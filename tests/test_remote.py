@@ -403,7 +403,6 @@ def test_damage_in_transit_is_a_miss(server: S3 | Redis, proxy: Proxy, tmp_path:
     prefix = fed(server, TOKENS)
     with Machine(tmp_path, server.url(proxy.port, prefix), timeout=1.0, upload="pinned") as one:
         proxy.damage = 400
-        # Not in all pieces is a byte of the block.
         assert one.hit() < 11
         assert sum(one.stats().remote.faults.values()) > 0
 

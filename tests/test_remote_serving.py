@@ -9,6 +9,8 @@ import tiny
 from engines import S3, Proxy, Redis
 from server import Local
 
+import tieredkv.server
+
 # Of which each character is a token or nearly one.
 LONG = "".join(f"{i}: {i * 7919 % 1000}; " for i in range(100))
 
@@ -67,3 +69,40 @@ def test_a_server_whose_engine_hangs_answers_all_the_same(
         with Local(model, tmp_path / "one", *flags, *timeout) as server:
             assert [server.chat(messages(q)).text for q in "abcde"] == want
             assert server.cache.stats().remote.faults["timeout"] >= 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--prompt-cache-remote", "ftp://host/x"), "no engine for ftp://"),
+        (("--prompt-cache-remote", "redis://host/0"), "rediss://"),
+        (
+            ("--prompt-cache-remote", "redis://localhost/0", "--prompt-cache-remote-key", "absent"),
+            "absent",
+        ),
+        (
+            ("--prompt-cache-remote", "redis://localhost/0", "--prompt-cache-remote-timeout", "2h"),
+            "3600",
+        ),
+    ],
+)
+def test_what_can_not_be_done_is_said_at_the_start(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that runs without what it was told to use is found out by its bill."""
+    with pytest.raises(SystemExit) as ended:
+        tieredkv.server.serve(["--model", "none", "--prompt-cache-dir", "none", *flags])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_key_that_is_too_short_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts behind a password of four letters are as good as open."""
+    file = tmp_path / "key"
+    file.write_text("abcd")
+    flags = ("--prompt-cache-remote", "redis://localhost/0", "--prompt-cache-remote-key", str(file))
+    with pytest.raises(SystemExit):
+        tieredkv.server.serve(["--model", "none", "--prompt-cache-dir", "none", *flags])
+    assert "openssl rand" in capsys.readouterr().err

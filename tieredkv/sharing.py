@@ -131,6 +131,8 @@ class Sharing:
         self, chain: Chain, n: int, n_tokens: int, n_windows: int, present: Present, by: float
     ) -> Path | None:
         least = max(n_tokens // chain.block_tokens, n - _STATES)
+        if least >= n:
+            return None
         whole = chain.keys[:n]
         states = [snapshot_key(key) for key in whole[least:]]
         windows = [window_key(key) for key in whole]

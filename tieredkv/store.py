@@ -178,8 +178,10 @@ class TieredStore:
     def _matched(
         self, path: tuple[BlockKey, ...], n_tokens: int, windows: Sequence[BlockKey] = ()
     ) -> Match:
-        near = self._present(path)
-        n_near = next((i for i, key in enumerate(path) if key not in near), len(path))
+        n_near = len(path)
+        if self.sharing is not None:
+            near = self._present(path)
+            n_near = next((i for i, key in enumerate(path) if key not in near), len(path))
         n_hot = len(self.hot.load(path[:n_near]))
         return Match(path, n_tokens, n_hot, tuple(windows), len(path) - n_near)
 
