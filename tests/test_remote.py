@@ -441,6 +441,28 @@ def test_a_lying_engine_is_not_believed(redis: Redis, tmp_path: Path) -> None:
     shared.close()
 
 
+def test_a_library_that_panics_is_a_miss(redis: Redis, tmp_path: Path) -> None:
+    """What Rust panics with is no `Exception`: it would end the thread that generates."""
+    prefix = fed(redis, TOKENS)
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: object) -> None:
+        raise Panic
+
+    with Machine(tmp_path, redis.url(prefix=prefix)) as one:
+        one.settle()
+        engine = one._store.sharing.tier._engine
+        get, engine.get, engine.exists = engine.get, panic, panic
+        assert one.hit() == 0
+        one.compute([*TOKENS, 7])
+        del engine.exists
+        engine.get = get
+        assert one.hit([*TOKENS, 8, 9]) == 11
+        assert one.stats().remote.faults["fault"] > 0
+
+
 def test_a_slow_engine_gives_what_it_can_in_time(
     server: S3 | Redis, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -622,6 +644,7 @@ def test_engines_raise_one_kind_of_error(kind: str, request: pytest.FixtureReque
         ("redis://localhost/0?ttl=soon", "ttl"),
         ("redis://localhost/0?ttl=1d&ttl=2d", "not a URL like"),
         ("redis://localhost:port/0", "port"),
+        ("redis://localhost/0?decode_responses=1", "decode_responses"),
     ],
 )
 def test_a_url_that_makes_no_sense_is_refused_with_what_to_do(url: str, says: str) -> None:

@@ -260,7 +260,7 @@ class Remote:
     one of `REMOTE_UPLOAD`.
     """
 
-    url: str
+    url: str = field(repr=False)
     upload: str = "all"
     timeout: float = 2.0
     rate: int = 0

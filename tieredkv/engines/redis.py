@@ -31,6 +31,10 @@ _T = TypeVar("_T")
 _SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 _PREFIX = "tieredkv"
 _TTL = "7d"
+# What the client would take from the URL, and what is decided here.
+_OURS = frozenset(
+    ("decode_responses", "socket_timeout", "socket_connect_timeout", "retry_on_timeout")
+)
 _BATCH = 512
 _DETAIL = 300
 
@@ -57,6 +61,10 @@ class RedisEngine:
         self.title = redacted(url)
         self._prefix = query.pop("prefix", _PREFIX)
         self._ttl = _seconds(query.pop("ttl", _TTL), self.title)
+        for key in _OURS & query.keys():
+            raise RemoteRefused(
+                f"{self.title}: {key} is not for the URL; there is a timeout of ours"
+            )
         allowed = query.pop("allow_plain", "").lower() in ("1", "true", "yes")
         scheme = _SCHEMES[parts.scheme]
         if scheme == "redis" and not allowed and not is_loopback(parts.hostname or ""):

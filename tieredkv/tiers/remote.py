@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
 from dataclasses import dataclass
 from functools import partial
@@ -454,6 +454,14 @@ def _result(future: Future[_T], deadline: float) -> _T:
         EngineFault: it failed, or the time was over.
     """
     try:
-        return future.result(max(0.0, deadline - time.monotonic()))
+        error = future.exception(max(0.0, deadline - time.monotonic()))
     except StillRunning as e:
         raise EngineFault("timeout", "no answer in time") from e
+    except CancelledError as e:
+        raise EngineFault("closed", "the tier is closed") from e
+    if error is None:
+        return future.result()
+    if isinstance(error, EngineFault):
+        raise error
+    # Also what is no `Exception`, as a library's panic in Rust.
+    raise EngineFault("fault", repr(error)) from error

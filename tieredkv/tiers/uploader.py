@@ -194,7 +194,7 @@ class Uploader:
             except EngineFault as fault:
                 self._fail(fault)
                 continue
-            except Exception:  # noqa: BLE001 - the thread must outlive a fault of the cold tier
+            except BaseException:  # noqa: BLE001 - the thread must outlive a library's panic too
                 if self._lose("fault", 1) == 1:
                     _LOG.exception("tieredkv: a block could not be uploaded; only counted now")
                 return
