@@ -32,12 +32,14 @@ from tieredkv.core import (
     BlockKey,
     Chain,
     Config,
+    FetchReport,
     Hit,
     Match,
     Namespace,
     Problem,
     Quantization,
     Refused,
+    StoreDetails,
     StoreStats,
     TensorSpec,
     Tokens,
@@ -183,6 +185,7 @@ class TieredPromptCache:
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
+        self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
         self._chains = keys.Chains()
         self._fingerprints = Fingerprints()
@@ -205,6 +208,7 @@ class TieredPromptCache:
         """
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
+            self._last_fetch = FetchReport(len(ids))
             caches, n = self._fetch(model, ids, _tenant(tokens))
             return caches, ids[n:].tolist()
         self._miss("fault")
@@ -292,9 +296,20 @@ class TieredPromptCache:
         mx.clear_cache()
         return freed >= over
 
+    @property
+    def last_fetch(self) -> FetchReport:
+        """What the last `fetch_nearest_cache` found. On the thread that fetches: others may have
+        fetched something else meanwhile.
+        """
+        return self._last_fetch
+
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
         return self._store.stats()
+
+    def details(self) -> StoreDetails:
+        """A reading of what `stats` has no room for: distributions, and the last faults."""
+        return self._store.details()
 
     def check(self) -> list[Problem]:
         """Faults in the tiers' books; an empty list if all is well. Reads the whole index."""
@@ -326,6 +341,7 @@ class TieredPromptCache:
         self, model: Hashable, tokens: Tokens, tenant: bytes
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
+        before = self._store.promote_seconds
         found = self._known_namespace(model, tenant)
         if found is None:
             return None, 0
@@ -336,12 +352,17 @@ class TieredPromptCache:
             hit = self._load(chain, shape)
         else:
             shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
+        promote_seconds = self._store.promote_seconds - before
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
-            return self._miss("absent")
+            self._miss("absent", promote_seconds)
+            return None, 0
         caches = layout.restore(shape, hit, len(tokens), self._copiers)
         self._note_fetch(namespace, tokens, hit.n_tokens)
-        self._store.counters.add("hits")
+        self._last_fetch = FetchReport(len(tokens), hit.n_hot, hit.n_cold, promote_seconds)
+        root = keys.namespace_key(namespace)
+        self._store.pace.spared(root, hit.n_tokens, promote_seconds)
+        self._store.counters.add("hits", label="cold" if hit.n_cold else "hot")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return caches, hit.n_tokens
@@ -558,7 +579,8 @@ class TieredPromptCache:
         try:
             base = self._base(model, tenant)
         except IdentityChanged as e:
-            if self._store.counters.add("misses", label="identity") == 1:
+            self._store.faults.note("identity", str(e))
+            if self._miss("identity") == 1:
                 _LOG.warning("tieredkv: %s; its prompts are misses until it is loaded again", e)
             return None
         shape = self._layouts.get(_unsalted(base))
@@ -576,11 +598,13 @@ class TieredPromptCache:
 
     # ---- faults
 
-    def _miss(self, reason: str) -> tuple[None, int]:
-        self._store.counters.add("misses", label=reason)
-        return None, 0
+    def _miss(self, reason: str, promote_seconds: float = 0.0) -> int:
+        """Count a miss; how many of the kind there were."""
+        self._last_fetch = FetchReport(self._n_prompt, promote_seconds=promote_seconds, miss=reason)
+        return self._store.counters.add("misses", label=reason)
 
     def _refuse(self, refusal: Refused) -> None:
+        self._store.faults.note("refused", str(refusal))
         if self._store.counters.add("refused", label=refusal.reason) == 1:
             _LOG.warning("tieredkv: not stored: %s; only counted from here on", refusal)
 
@@ -589,7 +613,8 @@ class TieredPromptCache:
         """The one place where any fault ends: told, counted, and a miss."""
         try:
             yield
-        except Exception:  # noqa: BLE001 - the boundary: an exception here would kill the host
+        except Exception as e:  # noqa: BLE001 - the boundary: one here would kill the host
+            self._store.faults.note(what, f"{what} failed: {type(e).__name__}: {e}")
             if self._store.counters.add("faults", label=what) == 1:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what
