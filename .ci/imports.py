@@ -20,7 +20,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 LAYERS = (
     ("core",),
     ("admission", "keys", "metrics", "pace", "units"),
-    ("restored",),
+    ("journal", "restored"),
+    ("exposition",),
     ("identity", "codec", "policy", "hazard", "layout"),
     ("quantize",),
     (
@@ -36,7 +37,7 @@ LAYERS = (
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
     ("store",),
     ("prompt_cache",),
-    ("prefill", "patch"),
+    ("api", "prefill", "patch"),
     ("flags", "handler"),
     ("generation",),
     ("server",),
@@ -72,6 +73,7 @@ ROOMS = {
         "generation",
         "server",
     ),
+    "prometheus_client": ("exposition",),
     "lmdb": ("tiers.environment", "tiers.health"),
 }
 

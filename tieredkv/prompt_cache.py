@@ -297,6 +297,11 @@ class TieredPromptCache:
         return freed >= over
 
     @property
+    def directory(self) -> Path | None:
+        """Where the cold tier is; None if there is none."""
+        return self._store.config.cold_dir if self._store.cold.cap_bytes else None
+
+    @property
     def last_fetch(self) -> FetchReport:
         """What the last `fetch_nearest_cache` found. On the thread that fetches: others may have
         fetched something else meanwhile.
