@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NewType, Protocol, runtime_checkable
+from typing import Any, NewType, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ GRADES = 8
 
 BlockKey = NewType("BlockKey", bytes)
 Tokens = NDArray[np.int64]
+_T = TypeVar("_T")
 
 # Bytes per element of every dtype a block may hold, under MLX's own names.
 ITEMSIZE = {
@@ -503,6 +504,11 @@ class LowerTier(Tier, Protocol):
 
     def register(self, namespace: Namespace) -> None:
         """Remember what a namespace is; described durably with its first block."""
+
+    def consult(self, work: Callable[[Any], _T]) -> _T | None:
+        """Result of ``work`` on the tier's rows (`tiers.ledger.Rows`) in one short read
+        transaction; None if they can't be read.
+        """
 
     def layouts(self, base: BlockKey) -> list[str]:
         """Layout JSON of every namespace here whose base key is ``base``."""

@@ -79,13 +79,21 @@ class Pace:
         As long as one of the rates isn't known, it is.
         """
         with self._lock:
-            per_token = self._per_token.get(model)
-            if self._per_byte is None or per_token is None:
-                return True
-            if n_bytes * self._per_byte <= max(n_tokens * per_token, _SHORT_SECONDS):
+            if self._is_faster_read(model, n_tokens, n_bytes):
                 return True
             self._skipped += 1
             return self._skipped % _PROBE == 0
+
+    def is_faster_read(self, model: Hashable, n_tokens: int, n_bytes: int) -> bool:
+        """As `is_worth_promoting`, for who only wants to know: without a probe now and then."""
+        with self._lock:
+            return self._is_faster_read(model, n_tokens, n_bytes)
+
+    def _is_faster_read(self, model: Hashable, n_tokens: int, n_bytes: int) -> bool:
+        per_token = self._per_token.get(model)
+        if self._per_byte is None or per_token is None:
+            return True
+        return n_bytes * self._per_byte <= max(n_tokens * per_token, _SHORT_SECONDS)
 
 
 def _mean(known: float | None, latest: float) -> float:

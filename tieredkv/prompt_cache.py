@@ -24,7 +24,7 @@ from typing import Any, SupportsIndex, overload
 import mlx.core as mx
 import numpy as np
 
-from tieredkv import keys, layout, policy
+from tieredkv import keys, layout, matching, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
@@ -44,7 +44,9 @@ from tieredkv.core import (
     TensorSpec,
     Tokens,
 )
+from tieredkv.explain import AMBIGUOUS, CHANGED, UNREADABLE, Explanation, Wanted, missed
 from tieredkv.identity import Fingerprints, IdentityChanged
+from tieredkv.inquiry import Form, Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
@@ -308,6 +310,36 @@ class TieredPromptCache:
         """
         return self._last_fetch
 
+    def explain(self, model: Hashable, tokens: Sequence[int]) -> Explanation:
+        """Why ``tokens`` would hit as far as they would if they were fetched now, or why they
+        would miss. Reads no state, changes and counts nothing.
+
+        Raises:
+            TypeError, ValueError, OverflowError: ``tokens`` are not token ids.
+        """
+        ids = keys.as_tokens(tokens)
+        if not self._close.alive:
+            return missed(UNREADABLE, "the cache is closed", len(ids))
+        with self._lock:
+            try:
+                base = self._base(model, _tenant(tokens))
+            except (IdentityChanged, OSError, ValueError) as e:
+                return missed(CHANGED, str(e), len(ids))
+            shape = self._layouts.get(_unsalted(base))
+        shapes = [shape] if shape else self._stored_layouts(base)
+        if len(shapes) > 1:
+            why = "several layouts are stored for this model, and which is its own isn't known yet"
+            return missed(AMBIGUOUS, why, len(ids))
+        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        inquiry = Inquiry(
+            self._store.hot,
+            self._store.cold,
+            self._store.config.cold_dir,
+            self._quantization,
+            self._store.pace.is_faster_read,
+        )
+        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
+
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
         return self._store.stats()
@@ -380,7 +412,7 @@ class TieredPromptCache:
                 match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
-                match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
+                match = matching.only_hot(match, chain) if shape.is_sliced else Match()
             hit = self._store.load(chain, match)
             if hit is None or layout.fits(shape, hit):
                 return hit
@@ -388,11 +420,10 @@ class TieredPromptCache:
 
     def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
         """Whether what a match would promote is faster read than computed."""
-        n_cold = match.n_tokens - min(match.n_hot * chain.block_tokens, match.n_tokens)
+        n_cold, n_whole = matching.cold_tokens(match, chain)
         if not n_cold:
             return True
-        whole = -(-n_cold // chain.block_tokens) * chain.block_tokens
-        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(whole))
+        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(n_whole))
 
     def _load_at_step(
         self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization
@@ -590,12 +621,16 @@ class TieredPromptCache:
             return None
         shape = self._layouts.get(_unsalted(base))
         if shape is None:
-            stored = self._store.cold.layouts(keys.base_key(base))
+            stored = self._stored_layouts(base)
             if len(stored) != 1:
                 self._miss("ambiguous" if stored else "absent")
                 return None
-            shape = Layout.from_json(stored[0])
+            shape = stored[0]
         return replace(base, layout=shape.to_json()), shape
+
+    def _stored_layouts(self, base: Namespace) -> list[Layout]:
+        """Those that the cold tier has for a model."""
+        return [*map(Layout.from_json, self._store.cold.layouts(keys.base_key(base)))]
 
     def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
         root = keys.namespace_key(namespace)

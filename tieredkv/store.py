@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from tieredkv import matching
 from tieredkv.admission import Admission, AdmitAll, AdmitReused
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import (
@@ -26,14 +27,13 @@ from tieredkv.core import (
     LowerTier,
     Match,
     Namespace,
-    Partial,
     Problem,
     StoreDetails,
     StoreStats,
     TensorSpec,
     TierStats,
 )
-from tieredkv.keys import WINDOW_TOKENS, common_prefix, snapshot_key, window_key
+from tieredkv.keys import WINDOW_TOKENS, common_prefix, window_key
 from tieredkv.metrics import Counters, Faults, Histogram
 from tieredkv.pace import Pace
 from tieredkv.quantize import QuantizingCodec
@@ -88,64 +88,12 @@ class TieredStore:
     # ---- a hit
 
     def match(self, chain: Chain) -> Match:
-        """The longest restorable prefix of ``chain``, exact to the token. Writes nothing."""
-        n_hot = self.hot.lookup(chain)
-        n = self.cold.lookup(chain, n_hot)
-        found, n_tokens = chain.keys[:n], n * chain.block_tokens
-        if n == len(chain.keys):
-            return Match(found, n_tokens, n_hot)
-        parent, rest = chain.parent(n), chain.tokens_of(n)
-        warm = self.hot.nearest(parent, rest) if n == n_hot else None
-        whole = warm is not None and warm.n_tokens * 8 == len(rest)
-        cool = None if whole else self.cold.nearest(parent, rest)
-        if warm and (cool is None or warm.n_tokens >= cool.n_tokens):
-            return Match((*found, warm.key), n_tokens + warm.n_tokens, n_hot + 1)
-        if cool:
-            return Match((*found, cool.key), n_tokens + cool.n_tokens, n_hot)
-        return Match(found, n_tokens, n_hot)
+        """See `matching.match`."""
+        return matching.match(self.hot, self.cold, chain)
 
     def match_state(self, chain: Chain, n_windows: int) -> Match:
-        """The longest prefix of ``chain`` that ends at a snapshot, whose key is then the last, or,
-        if ``n_windows`` isn't 0, at a block with so many windows before its end, or as many as
-        there are blocks. Writes nothing.
-        """
-        n = self.cold.lookup(chain, self.hot.lookup(chain))
-        whole = chain.keys[:n]
-        state = [snapshot_key(k) for k in whole] + [window_key(k) for k in whole if n_windows]
-        present = self._present(state)
-        for i in range(n, -1, -1):
-            for tail in self._tails(chain, i):
-                snapshot = snapshot_key(tail.key)
-                if self._present([snapshot]):
-                    path = (*whole[:i], tail.key, snapshot)
-                    return self._matched(path, i * chain.block_tokens + tail.n_tokens)
-            if not i:
-                break
-            if state[i - 1] in present:
-                return self._matched((*whole[:i], state[i - 1]), i * chain.block_tokens)
-            windows = state[n + max(0, i - n_windows) : n + i] if n_windows else []
-            if windows and present.issuperset(windows):
-                return self._matched(whole[:i], i * chain.block_tokens, windows)
-        return Match()
-
-    def _matched(
-        self, path: tuple[BlockKey, ...], n_tokens: int, windows: Sequence[BlockKey] = ()
-    ) -> Match:
-        return Match(path, n_tokens, len(self.hot.load(path)), tuple(windows))
-
-    def _tails(self, chain: Chain, i: int) -> list[Partial]:
-        """Blocks in place of block ``i`` of ``chain`` all of whose tokens lead its own."""
-        if i == len(chain.keys):
-            return []
-        parent, tokens = chain.parent(i), chain.tokens_of(i)
-        found = (*self.hot.prefixes(parent, tokens), *self.cold.prefixes(parent, tokens))
-        return sorted({p.key: p for p in found}.values(), key=lambda p: -p.n_tokens)
-
-    def _present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
-        """Which of ``keys`` are in either tier."""
-        warm = self.hot.present(keys)
-        cool = [key for key in keys if key not in warm]
-        return warm | self.cold.present(cool) if cool else warm
+        """See `matching.match_state`."""
+        return matching.match_state(self.hot, self.cold, chain, n_windows)
 
     def load(self, chain: Chain, match: Match) -> Hit | None:
         """Read the blocks of a match, promoting the cold ones; None if none could be had.
@@ -170,11 +118,6 @@ class TieredStore:
             self.writer.touch(key)
         self._submit_used(hit)
         return hit
-
-    def only_hot(self, match: Match, chain: Chain) -> Match:
-        """The part of a match that needs no promote."""
-        n_tokens = min(match.n_hot * chain.block_tokens, match.n_tokens)
-        return Match(match.keys[: match.n_hot], n_tokens, match.n_hot)
 
     def _windows(self, wanted: Sequence[BlockKey], blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The windows of the last of ``blocks``, promoted where need be; none unless all."""

@@ -253,6 +253,10 @@ class _Reading:
         empty = ColdUsage(file_bytes, 0, 0, 0, 0, 0, ())
         return self._read(lambda rows: survey(rows, file_bytes), empty)
 
+    def consult(self, work: Callable[[Rows], _T]) -> _T | None:
+        """Result of ``work`` in one read transaction, None if the store can't be read."""
+        return self._read(work, None)
+
     def check(self) -> list[Problem]:
         """See ``Tier.check``. Reads all rows, but not the contents of blobs."""
         failed = [Problem("cold", str(self._directory), "can't be read")]

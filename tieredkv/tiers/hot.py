@@ -178,6 +178,14 @@ class HotTier:
                     best = Partial(key, shared)
             return best
 
+    def beside(self, parent: BlockKey, tokens: bytes) -> list[bytes]:
+        """Tokens of the children of ``parent`` beside the place of ``tokens`` among them: at most
+        two, and one of them shares the longest run with it.
+        """
+        with self._lock:
+            near = self._neighbours(parent, keys.ordered(tokens))
+            return [self._nodes[key].block.tokens for key in near]
+
     def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:
         """See `core.Tier.prefixes`."""
         found: list[Partial] = []

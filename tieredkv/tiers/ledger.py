@@ -182,6 +182,10 @@ class Rows:
             raise CorruptBlob("block without a use record")
         return Use.unpack(data)
 
+    def is_ghost(self, key: bytes) -> bool:
+        """Whether the block was evicted while it was awaited, and still is."""
+        return self._txn.get(key, db=self._dbs.ghost) is not None
+
     def records(self) -> Iterator[tuple[BlockKey, bytes]]:
         """Every key and packed record of ``index``."""
         for key, data in self._txn.cursor(self._dbs.index):
