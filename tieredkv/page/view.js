@@ -1,0 +1,185 @@
+// Shows one answer of /v1/cache/stats.
+
+import { Chart, SOURCES, tokensOf } from "/cache/chart.js";
+import { byId, element, setText, setValue, sync } from "/cache/dom.js";
+import * as format from "/cache/format.js";
+import { counterItem, faultItem, fill, prefixRow, reasonItem, requestRow } from "/cache/tables.js";
+
+const FEW = 12;
+
+const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
+
+/** One tier: its name and size, a bar against its cap, and what there is to say of it. */
+class Gauge {
+  constructor(host, name, what) {
+    this.size = element("span", { class: "size" });
+    this.bar = element("span", { class: "bar", role: "meter", "aria-label": `${name}, ${what}` });
+    this.bar.setAttribute("aria-valuemin", "0");
+    this.notes = element("p", { class: "notes" });
+    const title = element("h3", {}, name, " ", element("small", {}, what));
+    host.append(element("div", { class: "line" }, title, this.size), this.bar, this.notes);
+  }
+
+  /** `parts` are `[class, bytes]` from the left; `notes` texts or elements. */
+  show(n, cap, parts, notes) {
+    const of = cap ? ` of ${format.bytes(cap)}` : "";
+    setValue(this.size, `${format.bytes(n)}${of}`,
+      `${format.exact(n)}${cap ? ` of ${format.exact(cap)}` : ""} bytes`);
+    this.bar.setAttribute("aria-valuemax", String(cap || 1));
+    this.bar.setAttribute("aria-valuenow", String(Math.min(n, cap || 1)));
+    this.bar.setAttribute("aria-valuetext", `${format.bytes(n)}${of}`);
+    fill(this.bar, parts.map(([name, size]) => [name, cap ? size / cap : 0]));
+    // What somebody has selected, such as the path, stays selected.
+    const said = notes.map((note) => note.textContent ?? note).join("\n");
+    if (said !== this.said) this.notes.replaceChildren(...notes);
+    this.said = said;
+  }
+}
+
+export class View {
+  #hot = new Gauge(byId("hot"), "Hot", "in memory");
+  #cold = new Gauge(byId("cold"), "Cold", "on disk");
+  #queue = new Gauge(byId("queue"), "Queue", "in memory, not yet on disk");
+  #chart = new Chart(byId("chart"), (...picked) => this.#read(...picked));
+  #toggle;
+  #last = null;
+  #showsAll = false;
+
+  /** `toggle(prefix, button)` pins or unpins a prefix. */
+  constructor(toggle) {
+    this.#toggle = toggle;
+    byId("more").addEventListener("click", () => {
+      this.#showsAll = !this.#showsAll;
+      this.#requests(this.#last);
+    });
+  }
+
+  show(stats) {
+    this.#last = stats;
+    this.#about(stats);
+    this.#start(stats);
+    this.#figures(stats);
+    this.#tiers(stats);
+    this.#chart.show(stats.history, stats.time);
+    this.#prefixes(stats);
+    this.#requests(stats);
+    this.#misses(stats);
+    this.#list("faults", stats.faults, (f) => `${f.time} ${f.kind} ${f.text}`, faultItem);
+    this.#counters(stats);
+  }
+
+  #about({ version, models, started, time }) {
+    const names = models.map(format.modelName).join(", ");
+    const parts = [`version ${version}`, names, `up ${format.duration(time - started)}`];
+    setValue(byId("about"), parts.filter(Boolean).join(" · "),
+      [...models, `started ${format.moment(started)}`].join("\n"));
+  }
+
+  #start({ requests, hits, misses, cold, models }) {
+    const isNew = !requests.length && !hits && !sum(Object.values(misses));
+    byId("start").hidden = !isNew;
+    if (!isNew) return;
+    const stored = cold.blocks
+      ? ` ${format.plural(cold.blocks, "block")} of earlier prompts are on disk and ready.`
+      : "";
+    setText(byId("start-text"),
+      "Send the server a prompt, and then the same again with more after it: " +
+      `the second is answered from the cache.${stored}`);
+    const body = JSON.stringify({
+      model: models[0] ?? "default_model",
+      messages: [{ role: "user", content: "Hello" }],
+    });
+    setText(byId("start-command"),
+      `curl ${location.origin}/v1/chat/completions \\\n` +
+      "  -H 'Content-Type: application/json' \\\n" +
+      `  -d '${body.replaceAll("'", "'\\''")}'`);
+  }
+
+  #figures({ prompt_tokens: tokens, saved_seconds: saved, hits, misses }) {
+    const cached = tokens.hot + tokens.cold;
+    const all = cached + tokens.computed;
+    const asked = hits + sum(Object.values(misses));
+    setText(byId("rate"), format.share(cached, all));
+    setValue(byId("rate-note"), `of ${format.count(all)} prompt tokens`,
+      `${format.exact(cached)} of ${format.exact(all)}`);
+    setValue(byId("avoided"), format.count(cached), format.exact(cached));
+    setValue(byId("avoided-note"),
+      `hot ${format.count(tokens.hot)}, cold ${format.count(tokens.cold)}`,
+      `hot ${format.exact(tokens.hot)}, cold ${format.exact(tokens.cold)}`);
+    setValue(byId("saved"), format.duration(saved), `${format.exact(saved)} seconds`);
+    setValue(byId("hits"), format.count(hits), format.exact(hits));
+    setValue(byId("hits-note"), `of ${format.count(asked)}`, format.exact(asked));
+  }
+
+  #tiers({ hot, cold, queue, entries }) {
+    this.#hot.show(hot.bytes, hot.cap_bytes, [["hot", hot.bytes]],
+      [`${format.plural(hot.blocks, "block")} in ${format.plural(entries, "prompt")}`]);
+    const pinned = element("span", { class: "source pinned" }, "pinned ");
+    pinned.append(element("b", { title: `${format.exact(cold.pinned_bytes)} bytes` },
+      format.bytes(cold.pinned_bytes)));
+    const place = cold.directory
+      ? element("span", { class: "path" }, cold.directory)
+      : "no directory: memory only";
+    this.#cold.show(cold.bytes, cold.cap_bytes,
+      [["pinned", cold.pinned_bytes], ["cold", cold.bytes - cold.pinned_bytes]],
+      [format.plural(cold.blocks, "block"), pinned, place]);
+    this.#queue.show(queue.bytes, hot.cap_bytes, [["queue", queue.bytes]],
+      [format.plural(queue.blocks, "block")]);
+  }
+
+  /** Say what the chart shows of a bucket, or of the whole hour. */
+  #read(bucket, all, isNow) {
+    const shown = bucket ?? { requests: sum(all.map((b) => b.requests)) };
+    if (!bucket) for (const name of SOURCES) shown[name] = sum(all.map((b) => b[name]));
+    const when = bucket ? `${format.minute(bucket.time)}${isNow ? ", so far" : ""}` : "last hour";
+    const rest = [format.plural(shown.requests, "request"),
+      `${format.share(shown.hot + shown.cold, tokensOf(shown))} from the cache`].join(", ");
+    setText(byId("reading-when"), when);
+    for (const name of SOURCES) {
+      setValue(byId(`reading-${name}`), format.count(shown[name]), format.exact(shown[name]));
+    }
+    setText(byId("reading-rest"), rest);
+    const said = SOURCES.map((name) => `${name} ${format.exact(shown[name])}`).join(", ");
+    return `${when}: ${said}; ${rest}`;
+  }
+
+  #prefixes({ prefixes, time }) {
+    const items = prefixes.map((prefix) => ({ prefix, now: time }));
+    this.#rows("prefixes", items, (item) => item.prefix.id, () => prefixRow(this.#toggle));
+  }
+
+  #requests({ requests }) {
+    const shown = this.#showsAll ? requests : requests.slice(0, FEW);
+    this.#rows("requests", shown, (r) => `${r.time} ${r.id}`, requestRow);
+    byId("more").hidden = requests.length <= FEW;
+    setText(byId("more"), this.#showsAll ? `Show the last ${FEW}` : `Show all ${requests.length}`);
+  }
+
+  #misses({ misses }) {
+    const all = sum(Object.values(misses));
+    const items = Object.entries(misses).map(([reason, n]) => ({ reason, n, all }));
+    items.sort((a, b) => b.n - a.n);
+    this.#list("misses", items, (item) => item.reason, reasonItem);
+  }
+
+  #counters({ counters }) {
+    const flat = Object.entries(counters).flatMap(([name, value]) =>
+      value !== null && typeof value === "object"
+        ? Object.entries(value).map(([label, n]) => [`${name}: ${label}`, n])
+        : [[name, value]]);
+    const items = flat.map(([name, n]) => [name.replaceAll("_", " "), format.exact(n)]);
+    sync(byId("counters"), items, ([name]) => name, counterItem);
+  }
+
+  #rows(id, items, key, make) {
+    byId(id).hidden = !items.length;
+    byId(`${id}-empty`).hidden = items.length > 0;
+    sync(byId(id).tBodies[0], items, key, make);
+  }
+
+  #list(id, items, key, make) {
+    byId(id).hidden = !items.length;
+    byId(`${id}-empty`).hidden = items.length > 0;
+    sync(byId(id), items, key, make);
+  }
+}
