@@ -20,7 +20,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 LAYERS = (
     ("core", "page.__init__"),
     ("admission", "keys", "metrics", "pace", "units"),
-    ("restored",),
+    ("matching",),
+    ("journal", "restored"),
+    ("exposition",),
     ("identity", "codec", "policy", "hazard", "layout"),
     ("quantize",),
     (
@@ -32,11 +34,11 @@ LAYERS = (
         "tiers.traffic",
     ),
     ("tiers.ledger", "tiers.swap"),
-    ("tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
+    ("explain", "tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
-    ("store",),
+    ("inquiry", "store"),
     ("prompt_cache",),
-    ("prefill", "patch"),
+    ("api", "prefill", "patch"),
     ("flags", "handler"),
     ("generation",),
     ("server",),
@@ -72,6 +74,7 @@ ROOMS = {
         "generation",
         "server",
     ),
+    "prometheus_client": ("exposition",),
     "lmdb": ("tiers.environment", "tiers.health"),
 }
 

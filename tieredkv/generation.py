@@ -18,8 +18,10 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from tieredkv import prefill
+from tieredkv.core import FetchReport
 from tieredkv.flags import prefill_step
 from tieredkv.handler import ClientGone, GenerationEnded, ModelUnavailable
+from tieredkv.journal import Course, Journal
 from tieredkv.patch import in_upstream, make_rings_exact
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
 
@@ -74,6 +76,10 @@ class _Tap:
         self._queue = queue
         self.context: Any = None
 
+    def note_fetch(self, fetch: FetchReport) -> None:
+        if isinstance(self._queue, _Responses):  # of other ranks nobody asks
+            self._queue.course.note_fetch(fetch)
+
     def put(self, item: Any) -> None:
         if isinstance(item, upstream.GenerationContext):
             self.context = item
@@ -83,18 +89,29 @@ class _Tap:
 class _Responses(queue.Queue[Any]):
     """What the generation thread has for one client, who may leave at any time."""
 
-    def __init__(self, is_gone: Callable[[], bool]) -> None:
+    def __init__(
+        self, is_gone: Callable[[], bool], course: Course, cache: TieredPromptCache
+    ) -> None:
         super().__init__()
         self.abandoned = False
+        self.course = course
         self._is_gone = is_gone
+        self._cache = cache
         self._context: Any = None
         self._next_look = time.monotonic() + _LOOK_SECONDS
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         if isinstance(item, upstream.GenerationContext):
             self._context = item
+            if item.prompt_cache_count >= 0:
+                # Of a batch: its prompt was looked up just before. Else it is yet to be.
+                self.course.note_fetch(self._cache.last_fetch)
             if self.abandoned:
                 item.stop()
+        elif isinstance(item, upstream.Response):
+            self.course.note_token()
+        elif isinstance(item, tuple):
+            self.course.note_progress(item[0])
         super().put(item, block, timeout)
 
     def look(self) -> None:
@@ -125,6 +142,9 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
     def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
         self.failed_to_load = False
+        # Upstream's own reference goes with its thread.
+        self.cache = prompt_cache
+        self.journal = Journal()
         # By id, since contexts can't be hashed.
         self._contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Segments and types of the prompt that was tokenized last, None if it has images:
@@ -198,6 +218,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
             super()._serve_single((tap, *request[1:]), stream)
 
     def _follow(self, tap: _Tap, **kwargs: Any) -> Iterator[Any]:
+        tap.note_fetch(self.prompt_cache.last_fetch)
         context, report = tap.context, kwargs["prompt_progress_callback"]
 
         def should_stop() -> bool:
@@ -257,6 +278,19 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         n = len(target.layers)
         return [(target, caches[:n]), (draft, caches[n:])]
 
+    # ---- for the API, on any thread
+
+    @property
+    def cache_api(self) -> str:
+        """Who may use the API, see `api.Server`."""
+        return str(self.cli_args.cache_api)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the model that is loaded, if one is, and of what it is loaded with."""
+        key = self.model_provider.model_key
+        return [str(name) for name in key or () if name is not None]
+
     # ---- a request, on its client's thread
 
     def generate(
@@ -265,8 +299,10 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         generation_args: Any,
         progress_callback: Callable[[int, int], None] | None = None,
         is_gone: Callable[[], bool] = _stays,
+        course: Course | None = None,
     ) -> Any:
-        """Upstream's, for a client that may leave: its request ends with it.
+        """Upstream's, for a client that may leave: its request ends with it. How it goes is noted
+        in ``course``.
 
         Raises:
             ClientGone: ``is_gone`` says so; iterating over the responses raises it, too.
@@ -274,7 +310,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         """
         if not self.generation_available():
             raise GenerationEnded("the generation thread has ended")
-        responses = _Responses(is_gone)
+        responses = _Responses(is_gone, course or Course(), self.cache)
         self.requests.put((responses, request, generation_args))
         context = self._await_response(responses)
         if isinstance(context, Exception):

@@ -10,6 +10,8 @@ from typing import Any
 
 from mlx_lm import server as upstream
 
+from tieredkv import api
+from tieredkv.journal import Course
 from tieredkv.keys import tenant
 from tieredkv.prefill import Cancelled
 
@@ -29,6 +31,10 @@ _MOST_TOKENS = (1 << 31) - 1
 _BODY_BYTES = 256 << 20
 
 _SALT_CHARACTERS = 1024
+
+# Paths of requests that are written down.
+_COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+_CLIENT_GONE = 499
 
 # What `apply_chat_template` takes besides the template's own variables. Clients could have the
 # server run a template of theirs, or pad a prompt to any length.
@@ -69,6 +75,7 @@ class _Client:
         self.failure: Exception | None = None
         # What its prompts are kept apart by.
         self.cache_salt = b""
+        self.course = Course()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -86,7 +93,9 @@ class _Client:
         """The generator's, noting why it could not."""
         request.cache_salt = self.cache_salt
         try:
-            return self._generator.generate(request, args, progress_callback, self.is_gone)
+            return self._generator.generate(
+                request, args, progress_callback, self.is_gone, self.course
+            )
         except Exception as e:
             self.failure = e
             raise
@@ -101,7 +110,7 @@ _MISUSE = (
 
 def _status(failure: Exception) -> int:
     if isinstance(failure, ClientGone):
-        return 499  # as others log it: nobody reads it
+        return _CLIENT_GONE  # as others log it: nobody reads it
     if isinstance(failure, ModelUnavailable):
         return 404
     if isinstance(failure, GenerationEnded | Cancelled):
@@ -118,16 +127,30 @@ class TieredAPIHandler(upstream.APIHandler):
     # Upstream sets them, the generator at first and the others from the request.
     response_generator: Any
     body: Any
-    stream: bool
     stream_options: dict[str, bool] | None
 
+    request_id = "-"
+    requested_model = ""
+    stream = False
+
     _has_answered = False
+    _status_sent = 0
 
     def setup(self) -> None:
         super().setup()
         self.response_generator = _Client(self.response_generator, self.connection)
 
+    def send_response(self, code: int, message: str | None = None) -> None:
+        self._status_sent = code
+        super().send_response(code, message)
+
     def end_headers(self) -> None:
+        fetch = self.response_generator.course.fetch
+        if self._status_sent == 200 and not self.stream and fetch is not None:
+            # By now all is computed.
+            computed = fetch.n_prompt - fetch.n_hot - fetch.n_cold
+            text = f"hot={fetch.n_hot}, cold={fetch.n_cold}, computed={computed}"
+            self.send_header("X-Tieredkv-Cache", text)
         self._has_answered = True
         super().end_headers()
 
@@ -139,14 +162,107 @@ class TieredAPIHandler(upstream.APIHandler):
         super()._set_completion_headers(status_code)
 
     def do_POST(self) -> None:  # noqa: N802 - the base class looks for this name
-        """Upstream's. Its exceptions would drop the connection without a word."""
+        """Upstream's, or the API's. Exceptions would drop the connection without a word."""
+        if api.owns(self.path):
+            self._answer_call()
+            return
         try:
             if self._has_right_length():
                 super().do_POST()
         except ConnectionError as e:
+            self._status_sent = _CLIENT_GONE
             _LOG.info("tieredkv: a client left: %s", e)
         except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
             self._fail(e)
+            self._status_sent = _status(e)
+        finally:
+            if self.path in _COMPLETIONS:
+                self._write_down()
+
+    def do_GET(self) -> None:  # noqa: N802
+        """Upstream's, or the API's."""
+        if api.owns(self.path):
+            self._answer_call()
+        else:
+            super().do_GET()
+
+    def do_DELETE(self) -> None:  # noqa: N802
+        """The API's."""
+        if api.owns(self.path):
+            self._answer_call()
+        else:
+            self._refuse(404, "Not Found")
+
+    def do_OPTIONS(self) -> None:  # noqa: N802
+        """Upstream's, which allows pages of other sites everything, and nothing for the API."""
+        if api.owns(self.path):
+            self._answer_call()
+        else:
+            super().do_OPTIONS()
+
+    # ---- the cache's own API
+
+    def _answer_call(self) -> None:
+        call = api.Call(
+            self.command, self.path, self.headers, self.client_address[0], self._read_body
+        )
+        try:
+            answer = api.answer(call, self.response_generator)
+        except ConnectionError as e:
+            _LOG.info("tieredkv: a client left: %s", e)
+            return
+        except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
+            status = _status(e)
+            _LOG.warning("tieredkv: a call failed: %.300r", e, exc_info=status == 500)
+            answer = api.refusal(status, "failed", (str(e) or type(e).__name__)[:1000])
+        self._send(answer)
+
+    def _send(self, answer: api.Answer) -> None:
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    def _read_body(self) -> bytes:
+        text = self.headers.get("Content-Length")
+        if text is None:
+            raise api.Misuse(411, "length_required", "send a Content-Length header")
+        if not text.isdecimal():
+            raise api.Misuse(400, "bad_length", "the Content-Length header must be a number")
+        if len(text) > 18 or int(text) > _BODY_BYTES:
+            raise api.Misuse(413, "too_large", f"a body may have at most {_BODY_BYTES} bytes")
+        return bytes(self.rfile.read(int(text)))
+
+    # ---- what becomes of a request
+
+    def _write_down(self) -> None:
+        """Tell the journal and the log of a request that has ended."""
+        # What isn't a name was refused.
+        model = str(self.requested_model)
+        if model == "default_model":
+            model = self.response_generator.cli_args.model or model
+        course = self.response_generator.course
+        report = course.report(self.request_id, model, self._status_sent)
+        self.response_generator.journal.add(report)
+        _LOG.info("tieredkv: request %s", report.log_line())
+
+    def generate_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's, with the tiers that tokens came from."""
+        return self._with_tiers(super().generate_response(*args, **kwargs))
+
+    def completion_usage_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's, with the tiers that tokens came from."""
+        return self._with_tiers(super().completion_usage_response(*args, **kwargs))
+
+    def _with_tiers(self, response: Any) -> Any:
+        details = response.get("usage", {}).get("prompt_tokens_details")
+        fetch = self.response_generator.course.fetch
+        if details is not None and fetch is not None:
+            details |= {"cached_tokens_hot": fetch.n_hot, "cached_tokens_cold": fetch.n_cold}
+        return response
 
     def _has_right_length(self) -> bool:
         text = self.headers.get("Content-Length") or ""
@@ -162,6 +278,8 @@ class TieredAPIHandler(upstream.APIHandler):
         status = _status(failure)
         _LOG.warning("tieredkv: a request failed: %.300r", failure, exc_info=status == 500)
         text = (str(failure) or type(failure).__name__)[:1000]
+        if status >= 500:
+            self.response_generator.journal.note_fault("request", text)
         if not self._has_answered:
             self._headers_buffer: list[bytes] = []
             self._refuse(status, text)

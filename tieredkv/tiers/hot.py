@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
 
@@ -22,10 +23,12 @@ from tieredkv.core import (
     Block,
     BlockKey,
     Chain,
+    Distribution,
     Partial,
     Problem,
     TensorSpec,
 )
+from tieredkv.metrics import Departures
 
 # Metal rounds buffers larger than a page up to whole pages; the CPU allocator does not round.
 _GRANULE = mmap.PAGESIZE if mx.metal.is_available() else 1
@@ -54,6 +57,7 @@ class _Node:
         "place",
         "standing",
         "stored",
+        "used",
     )
 
     def __init__(self, block: Block, kind: str, standing: hazard.Standing) -> None:
@@ -61,6 +65,8 @@ class _Node:
         self.n_bytes = held_bytes(block.specs)
         self.kind = kind
         self.standing = standing
+        # The last use, in seconds of the system's clock.
+        self.used = time.monotonic()
         # Type, shelf and last use under which it can be evicted, None if it can't.
         self.place: tuple[str, int, int] | None = None
         self.children = 0
@@ -105,6 +111,7 @@ class HotTier:
         self._n_bytes = 0
         self._evictions = 0
         self._demotes = 0
+        self._departures = Departures()
 
     # ---- reading
 
@@ -138,6 +145,10 @@ class HotTier:
         """Blocks that left and live on in the cold tier, since the tier was made."""
         return self._demotes
 
+    def departures(self) -> dict[str, Distribution]:
+        """Blocks that left since the tier was made, demoted ones included: see `Departures`."""
+        return self._departures.reading()
+
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Entries and bytes by cache type; a shared block counts once, for its highest type."""
         with self._lock:
@@ -166,6 +177,14 @@ class HotTier:
                 if shared > (best.n_tokens if best else 0):
                     best = Partial(key, shared)
             return best
+
+    def beside(self, parent: BlockKey, tokens: bytes) -> list[bytes]:
+        """Tokens of the children of ``parent`` beside the place of ``tokens`` among them: at most
+        two, and one of them shares the longest run with it.
+        """
+        with self._lock:
+            near = self._neighbours(parent, keys.ordered(tokens))
+            return [self._nodes[key].block.tokens for key in near]
 
     def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:
         """See `core.Tier.prefixes`."""
@@ -251,7 +270,7 @@ class HotTier:
         free = cap - self._n_bytes
         reclaimable = self._reclaimable(own) if sum(sizes) > free else 0
         n = policy.admit(sizes, free=free, reclaimable=reclaimable)
-        if not self._evict_until(cap - sum(sizes[:n]), own):
+        if not self._evict_until(cap - sum(sizes[:n]), own, "room"):
             return policy.admit(sizes, free=cap - self._n_bytes, reclaimable=0)
         return n
 
@@ -361,6 +380,7 @@ class HotTier:
     def _renew(self, node: _Node) -> None:
         self._clock += 1
         node.standing = hazard.renew(node.standing, self._clock, self._returns)
+        node.used = time.monotonic()
         self._list(node)
 
     def _list(self, node: _Node) -> None:
@@ -394,6 +414,7 @@ class HotTier:
                     continue
                 self._clock += 1
                 node.standing = hazard.touch(node.standing, self._clock, self._returns)
+                node.used = time.monotonic()
                 self._list(node)
 
     def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
@@ -563,21 +584,24 @@ class HotTier:
         """
         with self._lock:
             self._reap()
-            self._evict_until(n_bytes, frozenset(spared))
+            self._evict_until(n_bytes, frozenset(spared), "trim")
 
-    def _evict_until(self, n_bytes: int, spared: Container[BlockKey]) -> bool:
+    def _evict_until(self, n_bytes: int, spared: Container[BlockKey], reason: str) -> bool:
         """Evict until at most ``n_bytes`` are in use; whether that was reached."""
         choices: dict[str, hazard.Choice[BlockKey]] = {}
         n_before = len(self._nodes)
         self._stirred.clear()
         while self._n_bytes > n_bytes:
-            if not self._evict_one(choices, spared):
+            if not self._evict_one(choices, spared, reason):
                 return False
         self._ghosts.trim(self._returns, self._clock, n_before)
         return True
 
     def _evict_one(
-        self, choices: dict[str, hazard.Choice[BlockKey]], spared: Container[BlockKey]
+        self,
+        choices: dict[str, hazard.Choice[BlockKey]],
+        spared: Container[BlockKey],
+        reason: str,
     ) -> bool:
         """Evict the first leaf of the type that gives way first; ``choices`` are those made since
         the places were last stirred, by type.
@@ -592,21 +616,22 @@ class HotTier:
                 choices[kind] = hazard.Choice(self._leaves[kind], table, self._clock, spared)
             key = choices[kind].first()
             if key is not None:
-                self._evict(self._nodes[key])
+                self._evict(self._nodes[key], reason)
                 return True
         return False
 
-    def _evict(self, node: _Node) -> None:
+    def _evict(self, node: _Node, reason: str) -> None:
         """A block leaves to make room."""
         self._ghosts.add(node.block.key, node.standing, self._clock)
-        self._leave(node)
+        self._leave(node, reason)
 
     def _drop(self, node: _Node) -> None:
         """A block leaves with its entry."""
         hazard.drop(node.standing, self._returns)
-        self._leave(node)
+        self._leave(node, "entries")
 
-    def _leave(self, node: _Node) -> None:
+    def _leave(self, node: _Node, reason: str) -> None:
+        self._departures.note(reason, time.monotonic() - node.used)
         if node.stored:
             self._demotes += 1
         else:
@@ -643,6 +668,7 @@ class HotTier:
             return
         parent.children -= 1
         parent.standing = hazard.inherit(parent.standing, node.standing, self._returns)
+        parent.used = max(parent.used, node.used)
         if not parent.children:
             self._n_leaves[parent.kind] += 1
             self._list(parent)

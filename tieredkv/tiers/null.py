@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tieredkv.core import (
     Allocate,
@@ -14,6 +14,7 @@ from tieredkv.core import (
     Partial,
     Problem,
 )
+from tieredkv.tiers.ledger import Rows
 
 
 class NullTier:
@@ -34,6 +35,13 @@ class NullTier:
     def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:  # noqa: ARG002
         """None."""
         return []
+
+    def beside(self, parent: BlockKey, tokens: bytes) -> list[bytes]:  # noqa: ARG002
+        """None."""
+        return []
+
+    def consult(self, work: Callable[[Rows], object]) -> None:
+        """There are no rows."""
 
     def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:  # noqa: ARG002
         """None."""

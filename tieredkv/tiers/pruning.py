@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from tieredkv.core import BlockKey, Namespace
+from tieredkv.core import BlockKey
 from tieredkv.hazard import Choice, Counters, Shelves, Table, inherit
 from tieredkv.keys import namespace_key
 from tieredkv.tiers.ledger import CLOCK, NamespaceRow, Rows
-from tieredkv.tiers.records import MAX_TOKENS, Record, Use, described
+from tieredkv.tiers.records import Record, Use, described, namespace_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Criteria:
         name = str(fields.get("name", "")) or model
         if self.model is not None and not _is_like(self.model, name, model):
             return False
-        return self.salt is None or _namespace(fields, self.salt) == row.root
+        return self.salt is None or namespace_key(namespace_of(fields, self.salt)) == row.root
 
     def spares(self, last_use: int) -> bool:
         """Whether a block was used too lately."""
@@ -135,17 +135,3 @@ def _label(row: NamespaceRow) -> str:
 
 def _is_like(wanted: str, name: str, model: str) -> bool:
     return wanted in (name, model) or fnmatchcase(name, wanted)
-
-
-def _namespace(fields: dict[str, object], salt: bytes) -> BlockKey:
-    """Root of the namespace that ``fields`` describe, if ``salt`` is its salt."""
-    texts = {
-        name: str(fields.get(name, ""))
-        for name in ("model", "adapter", "draft", "host", "shard", "layout")
-    }
-    tokens = fields.get("block_tokens")
-    block_tokens = tokens if isinstance(tokens, int) and 0 <= tokens <= MAX_TOKENS else 0
-    how = str(fields.get("cold_quantize", "none"))
-    return namespace_key(
-        Namespace(**texts, salt=salt, block_tokens=block_tokens, cold_quantize=how)
-    )
