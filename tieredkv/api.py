@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
+from tieredkv import page
 from tieredkv.exposition import Reading, exposition
 from tieredkv.journal import Journal
 from tieredkv.prompt_cache import TieredPromptCache
@@ -155,7 +156,7 @@ Route = Callable[[Call, Server], Answer]
 
 
 def _route(call: Call) -> Route:
-    methods = ROUTES.get(call.path)
+    methods = ROUTES.get(call.path, _PAGE if page.asset(call.path) else None)
     if methods is None:
         raise Misuse(404, "not_found", f"there is no {call.path}; docs/api.md lists what is")
     if call.method not in methods:
@@ -211,6 +212,14 @@ def _tier(tier: Any) -> dict[str, int]:
     return {"bytes": tier.n_bytes, "cap_bytes": tier.cap_bytes, "blocks": tier.n_blocks}
 
 
+def _page(call: Call, _: Server) -> Answer:
+    found = page.asset(call.path)
+    if found is None:
+        raise Misuse(404, "not_found", f"there is no {call.path}")
+    return Answer(200, *found, page.HEADERS)
+
+
+_PAGE: dict[str, Route] = {"GET": _page}
 ROUTES: dict[str, dict[str, Route]] = {
     "/metrics": {"GET": _metrics},
     "/v1/cache/stats": {"GET": _stats},

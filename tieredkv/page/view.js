@@ -36,11 +36,15 @@ class Gauge {
   }
 }
 
-/** A part that scrolls sideways can be scrolled with the keyboard. */
-function reachable(scroller) {
+/** A part that scrolls sideways can be scrolled with the keyboard, and has a name then. */
+function reachable(scroller, title) {
+  const attributes = { tabindex: "0", role: "region", "aria-labelledby": title };
   new ResizeObserver(() => {
-    if (scroller.scrollWidth > scroller.clientWidth) scroller.tabIndex = 0;
-    else scroller.removeAttribute("tabindex");
+    const scrolls = scroller.scrollWidth > scroller.clientWidth;
+    for (const [name, value] of Object.entries(attributes)) {
+      if (scrolls) scroller.setAttribute(name, value);
+      else scroller.removeAttribute(name);
+    }
   }).observe(scroller);
 }
 
@@ -66,7 +70,7 @@ export class View {
   /** `toggle(prefix, button)` pins or unpins a prefix. */
   constructor(toggle) {
     this.#toggle = toggle;
-    for (const id of ["prefixes-rows", "requests-rows"]) reachable(byId(id));
+    for (const id of ["prefixes", "requests"]) reachable(byId(`${id}-rows`), `${id}-title`);
     byId("more").addEventListener("click", () => {
       this.#showsAll = !this.#showsAll;
       this.#requests(this.#last);
