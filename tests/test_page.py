@@ -152,6 +152,20 @@ def test_no_script_but_the_page_s_own_may_run(loaded: Local) -> None:
         urllib.request.urlopen(f"http://127.0.0.1:{loaded.port}/cache/none.js")
 
 
+def test_answers_to_the_page_are_not_logged(
+    loaded: Local, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """If this failed, an open page would fill the server's log with a line every two seconds."""
+    stats(loaded)
+    assert loaded.health() == 200
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{loaded.port}/v1/cache/none")
+    logged = capfd.readouterr().err
+    assert "/v1/cache/stats" not in logged
+    assert "/health" in logged
+    assert "/v1/cache/none" in logged
+
+
 # ---- what is shown
 
 
