@@ -226,13 +226,7 @@ def _page(call: Call, _: Server) -> Answer:
     found = page.asset(call.path)
     if found is None:
         raise Misuse(404, "not_found", f"there is no {call.path}")
-    headers = {
-        "Content-Security-Policy": page.CONTENT_SECURITY_POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Answer(200, *found, headers)
+    return Answer(200, *found, page.HEADERS)
 
 
 def _stats(_: Call, server: Server) -> Answer:

@@ -169,6 +169,11 @@ class TieredAPIHandler(upstream.APIHandler):
         self._status_sent = code
         super().send_response(code, message)
 
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Upstream's, without what pages and scrapers ask every few seconds."""
+        if code != 200 or self.command != "GET" or not api.owns(self.path):
+            super().log_request(code, size)
+
     def end_headers(self) -> None:
         fetch = self.response_generator.course.fetch
         if self._status_sent == 200 and not self.stream and fetch is not None:

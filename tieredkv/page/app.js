@@ -44,7 +44,7 @@ class Link {
     if (this.#lost != null) setText(byId("announce"), "The server answers again.");
     this.#answered = seconds();
     this.#lost = null;
-    this.#state("live", `live, ${format.clock(this.#answered)}`);
+    this.#state("live", "live", format.clock(this.#answered));
     byId("lost").hidden = true;
     document.title = "tieredkv cache";
   }
@@ -57,18 +57,19 @@ class Link {
       this.#lost = seconds();
       setText(byId("announce"), what);
     }
-    const values = this.#answered ? `Values are of ${format.clock(this.#answered)}. ` : "";
-    const since = `Since ${format.clock(this.#lost)}, ${format.whole(seconds() - this.#lost)}.`;
+    const since = `Since ${format.clock(this.#lost)} (${format.about(seconds() - this.#lost)})`;
+    const values = this.#answered ? `; the values are of ${format.clock(this.#answered)}` : "";
     setText(byId("lost-what"), what);
-    setText(byId("lost-since"), `${since} ${values}Still trying.`);
+    setText(byId("lost-since"), `${since}${values}. Still trying.`);
     byId("lost").hidden = false;
-    this.#state("lost", "no answer");
+    this.#state("lost", "no answer", "");
     document.title = "no answer: tieredkv cache";
   }
 
-  #state(state, text) {
+  #state(state, text, time) {
     byId("link").dataset.state = state;
     setText(byId("link-text"), text);
+    setText(byId("link-time"), time);
   }
 }
 
@@ -143,7 +144,7 @@ async function toggle(prefix, button) {
 function themed(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  setText(byId("theme"), `Theme: ${theme}`);
+  setText(byId("theme").lastChild, theme);
 }
 
 function nextTheme() {
