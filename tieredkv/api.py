@@ -15,9 +15,12 @@ from tieredkv import page
 from tieredkv.exposition import Reading, exposition
 from tieredkv.journal import Journal, RequestReport
 from tieredkv.prompt_cache import TieredPromptCache
+from tieredkv.texts import Texts
+from tieredkv.tiers.tree import PrefixUsage
 
 _JSON = "application/json"
 _FAULTS = 20
+_PREFIXES = 10
 _WARMED = 1024
 _DEEP = "the body is nested too deeply"
 
@@ -120,6 +123,7 @@ class Server(Protocol):
 
     cache: TieredPromptCache
     journal: Journal
+    texts: Texts
 
     @property
     def cache_api(self) -> str:
@@ -255,8 +259,31 @@ def stats(server: Server) -> dict[str, Any]:
         "counters": asdict(now),
         "history": [asdict(minute) for minute in journal.history()],
         "requests": [asdict(report) for report in journal.requests()],
-        "prefixes": [],
+        "prefixes": [_prefix(usage, server.texts) for usage in server.cache.prefixes(_PREFIXES)],
         "faults": [asdict(fault) for fault in faults[:_FAULTS]],
+    }
+
+
+def _prefix(usage: PrefixUsage, texts: Texts) -> dict[str, Any]:
+    """A prefix of the store. Prompts of salted namespaces are not for everybody who looks here."""
+    ends = [
+        texts.of(usage.model, f"{usage.id} {part}", tokens)
+        for part, tokens in (("start", usage.start), ("end", usage.end))
+        if tokens and not usage.salted
+    ]
+    known = [text for text in ends if text is not None]
+    # Fewer tokens at the end are all that is left behind those at the start.
+    between = " … " if len(usage.end) == len(usage.start) else ""
+    return {
+        "id": usage.id,
+        "model": usage.model,
+        "tokens": usage.tokens,
+        "bytes": usage.bytes,
+        "uses": usage.uses,
+        "last_use": usage.last_use / 1e9,
+        "pinned": False,
+        "expires": None,
+        "text": between.join(known) if known and len(known) == len(ends) else None,
     }
 
 

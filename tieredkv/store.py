@@ -147,7 +147,8 @@ class TieredStore:
             self.hot.unreserve(wanted)
         seconds = time.monotonic() - start
         self.pace.promoted(sum(b.n_bytes for b in blocks), seconds)
-        self._promotes.observe(seconds)
+        if wanted:
+            self._promotes.observe(seconds)
         resident = self.hot.load([b.key for b in blocks[:n]])
         self.hot.mark_stored(b.key for b in resident)
         self.counters.add("promotes", len(blocks))
