@@ -36,6 +36,7 @@ from tieredkv.core import (
     Config,
     FetchReport,
     Hit,
+    Keeping,
     Match,
     Namespace,
     Pinned,
@@ -54,6 +55,7 @@ from tieredkv.inquiry import Form, Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
+from tieredkv.tiers import pins, pruning
 from tieredkv.tiers.pruning import Criteria, Pruned
 from tieredkv.tiers.tree import PrefixUsage, Ranking
 
@@ -437,6 +439,17 @@ class TieredPromptCache:
         nothing else waits meanwhile.
         """
         return self._store.cold.pinned_bytes
+
+    def keeping(self, ids: Sequence[str]) -> dict[str, Keeping]:
+        """How long the prefixes with these ids stay on disk. Any thread."""
+        found = self._store.cold.consult(lambda rows: pins.keeping(rows, ids))
+        return dict.fromkeys(ids, Keeping()) | (found or {})
+
+    def would_prune(self, criteria: Criteria) -> Pruned:
+        """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
+        plan = self._store.cold.consult(lambda rows: pruning.plan(rows, criteria))
+        victims = list(plan.until(criteria.to_bytes)) if plan else []
+        return Pruned(len(victims), sum(victim.blob_bytes for victim in victims))
 
     def prune(self, criteria: Criteria) -> Pruned:
         """Delete from both tiers what ``criteria`` mean, once what waits to be written is: see
