@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tieredkv.commands import compact, prune, stats, verify
+from tieredkv.commands import compact, completion, explain, ls, prune, stats, verify
 from tieredkv.commands.console import FAILED, STATUS
-from tieredkv.core import ColdTierUnavailable
+from tieredkv.core import TieredKVError
 
-_COMMANDS = (stats, prune, verify, compact)
+_COMMANDS = (stats, ls, explain, prune, verify, compact, completion)
 
 _EXAMPLES = f"""\
 examples:
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in _COMMANDS:
         command.add(commands)
+    p.set_defaults(root=p)
     return p
 
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         return status
-    except ColdTierUnavailable as e:
+    except TieredKVError as e:
         if options.json:
             print(json.dumps({"error": str(e)}, indent=2))
         print(f"tieredkv: {e}", file=sys.stderr)

@@ -488,6 +488,10 @@ class Codec(Protocol):
         """
 
 
+# Where `default_cold_dir` is, for people: the same text on every machine.
+DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
+
+
 def default_cold_dir() -> Path:
     """Where this platform keeps a user's caches: the cold directory if none is given."""
     if sys.platform == "darwin":

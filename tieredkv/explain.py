@@ -86,6 +86,7 @@ class Explanation:
     id: str | None = None
     divergence: Divergence | None = None
     differences: tuple[Difference, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

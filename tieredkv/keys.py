@@ -16,7 +16,8 @@ import numpy as np
 from tieredkv.core import FORMAT_VERSION, WINDOW, BlockKey, Chain, Namespace, Tokens
 
 KEY_BYTES = 32
-_ID_DIGITS = 16
+# Of what people call a prefix.
+ID_DIGITS = 16
 
 # The tokens of a window.
 WINDOW_TOKENS = WINDOW.to_bytes(8, "little", signed=True)
@@ -200,7 +201,7 @@ def window_key(parent: BlockKey) -> BlockKey:
 
 def short_id(key: BlockKey) -> str:
     """What people call a prefix: the first hex digits of its last block's key."""
-    return key.hex()[:_ID_DIGITS]
+    return key.hex()[:ID_DIGITS]
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
