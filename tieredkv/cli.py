@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tieredkv.commands import compact, completion, explain, ls, prune, stats, verify
+from tieredkv.commands import bench, compact, completion, explain, ls, prune, stats, verify
 from tieredkv.commands.console import FAILED, STATUS
 from tieredkv.core import TieredKVError
 
-_COMMANDS = (stats, ls, explain, prune, verify, compact, completion)
+_COMMANDS = (stats, ls, explain, prune, verify, compact, bench, completion)
 
 _EXAMPLES = f"""\
 examples:
@@ -56,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(args)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:
+        # Whoever reads, such as head, has seen enough; what is left would fail at exit, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except TieredKVError as e:
         if options.json:
             print(json.dumps({"error": str(e)}, indent=2))

@@ -88,8 +88,8 @@ def add(commands: Any) -> None:
         type=count,
         default=2048,
         metavar="N",
-        help="the server's, or its --prefill-checkpoint if that is less; counts with --kv-bits only "
-        "(default: 2048)",
+        help="the server's, or its --prefill-checkpoint if that is less; counts with --kv-bits "
+        "only (default: 2048)",
     )
     model.add_argument(
         "--cold-quantize", choices=COLD_QUANTIZE, default="none", help="(default: none)"
