@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
 from tieredkv.commands import bench, compact, completion, explain, ls, prune, stats, verify
 from tieredkv.commands.console import FAILED, STATUS
@@ -43,8 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in _COMMANDS:
         command.add(commands)
-    p.set_defaults(root=p)
+    p.set_defaults(root=p, commands=commands)
     return p
+
+
+def commands() -> Any:
+    """The parsers of all commands, as `argparse` keeps them: to write of them, not to parse."""
+    return _parser().get_default("commands")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -99,8 +99,8 @@ def _verdict(report: Report) -> str:
     if report.break_even is None:
         return (
             f"Here it is faster to compute than to read: {last.n_tokens:,} tokens take "
-            f"{computed * 1000:,.0f} ms, and {last.seconds * 1000:,.0f} ms from disk. The memory tier alone pays: "
-            "--prompt-cache-dir none."
+            f"{computed * 1000:,.0f} ms, and {last.seconds * 1000:,.0f} ms from disk. The "
+            "memory tier alone pays: --prompt-cache-dir none."
         )
     return (
         f"A hit on disk pays from {report.break_even:,} tokens on: {last.n_tokens:,} tokens come "

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     completion.add_argument("shell", choices=_SHELLS)
-    completion.set_defaults(run=run, json=False, commands=commands)
+    completion.set_defaults(run=run, json=False)
 
 
 def run(options: argparse.Namespace) -> int:
