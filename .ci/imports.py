@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
     ("core", "page.__init__"),
-    ("admission", "keys", "metrics", "pace", "units"),
+    ("admission", "keys", "metrics", "pace", "texts", "units"),
     ("matching",),
     ("journal", "restored"),
     ("exposition",),
@@ -34,7 +34,15 @@ LAYERS = (
         "tiers.traffic",
     ),
     ("tiers.ledger", "tiers.swap"),
-    ("explain", "tiers.audit", "tiers.environment", "tiers.loader", "tiers.pruning", "tiers.usage"),
+    (
+        "explain",
+        "tiers.audit",
+        "tiers.environment",
+        "tiers.loader",
+        "tiers.pruning",
+        "tiers.tree",
+        "tiers.usage",
+    ),
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
     ("inquiry", "store"),
     ("prompt_cache",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -13,17 +13,36 @@ from urllib.parse import parse_qs, urlsplit
 
 from tieredkv import page
 from tieredkv.exposition import Reading, exposition
-from tieredkv.journal import Journal
+from tieredkv.journal import Journal, RequestReport
 from tieredkv.prompt_cache import TieredPromptCache
 
 _JSON = "application/json"
 _FAULTS = 20
+_WARMED = 1024
+_DEEP = "the body is nested too deeply"
+
+# What a request for a completion may have: what this server looks at, and what others do. A name
+# that isn't among them is a slip of the pen, and with a salt's name would end in another tenant.
+_REQUEST_FIELDS = frozenset(
+    (
+        *("messages", "prompt", "model", "adapters", "draft_model", "num_draft_tokens"),
+        *("tools", "tool_choice", "parallel_tool_calls", "role_mapping", "chat_template_kwargs"),
+        *("cache_salt", "cache_ttl", "stream", "stream_options", "max_tokens"),
+        *("max_completion_tokens", "stop", "seed", "n", "best_of", "echo", "suffix", "user"),
+        *("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"),
+        *("repetition_penalty", "repetition_context_size", "presence_penalty"),
+        *("presence_context_size", "frequency_penalty", "frequency_context_size"),
+        *("logit_bias", "logprobs", "top_logprobs", "response_format", "reasoning_effort"),
+        *("metadata", "store", "service_tier", "modalities", "prediction", "safety_identifier"),
+        *("prompt_cache_key", "verbosity"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request to the API: ``target`` as in its first line, ``client`` its address, and
-    ``body`` reads its body.
+    """One HTTP request to the API: ``target`` as in its first line, ``client`` its address;
+    ``body`` reads its body, and ``prompts`` knows what prompts in it are.
     """
 
     method: str
@@ -31,16 +50,17 @@ class Call:
     headers: Mapping[str, str]
     client: str
     body: Callable[[], bytes]
+    prompts: Prompts
 
     @property
     def path(self) -> str:
         """The target without its query."""
-        return urlsplit(self.target).path
+        return _path(self.target)
 
     @property
     def query(self) -> dict[str, list[str]]:
         """The query's fields."""
-        return parse_qs(urlsplit(self.target).query, keep_blank_values=True)
+        return parse_qs(self.target.partition("?")[2], keep_blank_values=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +71,24 @@ class Answer:
     body: bytes
     content_type: str = _JSON
     headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Prompts(Protocol):
+    """What a server makes of the body of a request for a completion, as a dict."""
+
+    def identify(self, body: dict[str, Any]) -> tuple[Hashable, Sequence[int]]:
+        """Key of the model and tokens under which its prompt's state is stored.
+
+        Raises:
+            Misuse: the request can't be served.
+        """
+
+    def compute(self, body: dict[str, Any]) -> RequestReport:
+        """Serve it with an answer of one token, so that its prompt's state is stored.
+
+        Raises:
+            Misuse: the request can't be served.
+        """
 
 
 class Misuse(Exception):
@@ -65,9 +103,12 @@ class Misuse(Exception):
 
 def refusal(status: int, code: str, text: str, param: str | None = None) -> Answer:
     """An error in the form of OpenAI's API."""
+    return _json({"error": _error(status, code, text, param)}, status)
+
+
+def _error(status: int, code: str, text: str, param: str | None) -> dict[str, str | None]:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": text, "type": kind, "param": param, "code": code}
-    return _json({"error": error}, status)
+    return {"message": text, "type": kind, "param": param, "code": code}
 
 
 def _json(value: object, status: int = 200) -> Answer:
@@ -89,9 +130,13 @@ class Server(Protocol):
         """Names of the models that are loaded."""
 
 
+def _path(target: str) -> str:
+    return target.partition("?")[0]
+
+
 def owns(target: str) -> bool:
     """Whether a path is the API's."""
-    path = urlsplit(target).path
+    path = _path(target)
     return path in ("/metrics", "/cache", "/v1/cache") or path.startswith(("/cache/", "/v1/cache/"))
 
 
@@ -123,11 +168,11 @@ def _check_access(call: Call, who: str) -> None:
             "not_local",
             "only this machine is answered here; --cache-api anywhere answers others, too",
         )
-    host = call.headers.get("Host") or ""
+    host = (call.headers.get("Host") or "").lower()
     if not _is_loopback(_hostname(f"//{host}")):
         raise Misuse(403, "foreign_host", "ask for localhost or 127.0.0.1 by its name")
     origin = call.headers.get("Origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+    if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
         raise Misuse(403, "foreign_origin", "pages of other sites are not answered here")
 
 
@@ -156,7 +201,7 @@ Route = Callable[[Call, Server], Answer]
 
 
 def _route(call: Call) -> Route:
-    methods = ROUTES.get(call.path, _PAGE if page.asset(call.path) else None)
+    methods = {"GET": _page} if call.path.startswith("/cache") else ROUTES.get(call.path)
     if methods is None:
         raise Misuse(404, "not_found", f"there is no {call.path}; docs/api.md lists what is")
     if call.method not in methods:
@@ -175,6 +220,13 @@ def _metrics(call: Call, server: Server) -> Answer:
     )
     body, content_type = exposition(reading, call.headers.get("Accept") or "")
     return Answer(200, body, content_type)
+
+
+def _page(call: Call, _: Server) -> Answer:
+    found = page.asset(call.path)
+    if found is None:
+        raise Misuse(404, "not_found", f"there is no {call.path}")
+    return Answer(200, *found, page.HEADERS)
 
 
 def _stats(_: Call, server: Server) -> Answer:
@@ -212,15 +264,93 @@ def _tier(tier: Any) -> dict[str, int]:
     return {"bytes": tier.n_bytes, "cap_bytes": tier.cap_bytes, "blocks": tier.n_blocks}
 
 
-def _page(call: Call, _: Server) -> Answer:
-    found = page.asset(call.path)
-    if found is None:
-        raise Misuse(404, "not_found", f"there is no {call.path}")
-    return Answer(200, *found, page.HEADERS)
+def _explain(call: Call, server: Server) -> Answer:
+    body = _body(call)
+    _check_request(body)
+    return _json(asdict(server.cache.explain(*call.prompts.identify(body))))
 
 
-_PAGE: dict[str, Route] = {"GET": _page}
+def _warm(call: Call, server: Server) -> Answer:
+    body = _body(call)
+    if "requests" not in body:
+        return _json({"results": [_warmed(call, server, _to_warm(body))], "failed": 0})
+    _check_fields(body, frozenset(("requests", "pin", "cache_ttl")))
+    requests = body["requests"]
+    if not isinstance(requests, list) or not 0 < len(requests) <= _WARMED:
+        raise Misuse(400, "bad_value", f"requests must be a list of 1 to {_WARMED}", "requests")
+    shared = {name: value for name, value in body.items() if name != "requests"}
+    # All are looked at before the first is computed, which may take hours.
+    wanted = [_to_warm(shared, request, f"requests[{i}].") for i, request in enumerate(requests)]
+    results = [_warmed_or_failed(call, server, each) for each in wanted]
+    return _json({"results": results, "failed": sum("error" in each for each in results)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A prompt that is to be computed, and whether it is to be pinned then."""
+
+    request: dict[str, Any]
+    pin: bool
+
+
+def _to_warm(shared: dict[str, Any], request: object = None, where: str = "") -> _Wanted:
+    """A request with what it has of its own and what it shares with others."""
+    if request is not None and not isinstance(request, dict):
+        raise Misuse(400, "bad_value", "each of requests must be an object", where.rstrip("."))
+    whole = shared | (request or {})
+    pin = whole.pop("pin", False)
+    if not isinstance(pin, bool):
+        raise Misuse(400, "bad_value", "pin must be true or false", f"{where}pin")
+    _check_request(whole, where)
+    return _Wanted(whole, pin)
+
+
+def _warmed_or_failed(call: Call, server: Server, wanted: _Wanted) -> dict[str, Any]:
+    try:
+        return _warmed(call, server, wanted)
+    except Misuse as e:
+        return {"error": _error(e.status, e.code, str(e), e.param)}
+
+
+def _warmed(call: Call, _: Server, wanted: _Wanted) -> dict[str, Any]:
+    report = asdict(call.prompts.compute(wanted.request))
+    del report["status"]
+    return report
+
+
+def _body(call: Call) -> dict[str, Any]:
+    try:
+        body = json.loads(call.body())
+    except RecursionError:
+        raise Misuse(400, "bad_json", _DEEP) from None
+    except ValueError as e:
+        raise Misuse(400, "bad_json", f"the body is no JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise Misuse(400, "bad_json", "the body must be a JSON object")
+    return body
+
+
+def _check_fields(body: Mapping[str, Any], known: frozenset[str], where: str = "") -> None:
+    for name in body:
+        if name not in known:
+            text = f"unknown field {name[:100]!r}; docs/api.md lists what is known"
+            raise Misuse(400, "unknown_field", text, f"{where}{name[:100]}")
+
+
+def _check_request(body: Mapping[str, Any], where: str = "") -> None:
+    _check_fields(body, _REQUEST_FIELDS, where)
+    if ("messages" in body) == ("prompt" in body):
+        raise Misuse(
+            400,
+            "no_prompt",
+            "give messages, as for /v1/chat/completions, or prompt, as for /v1/completions",
+            f"{where}messages",
+        )
+
+
 ROUTES: dict[str, dict[str, Route]] = {
     "/metrics": {"GET": _metrics},
     "/v1/cache/stats": {"GET": _stats},
+    "/v1/cache/warm": {"POST": _warm},
+    "/v1/cache/explain": {"POST": _explain},
 }

@@ -21,8 +21,6 @@ from tieredkv.tiers.records import described, namespace_of
 
 # Tokens that are shown on each side of a divergence.
 AROUND = 12
-# Characters of a key that people use.
-_ID_DIGITS = 16
 # A text in place of a value of a namespace that is longer is of no use to anybody.
 _LONGEST_VALUE = 80
 
@@ -150,11 +148,6 @@ class Evidence:
 
     beside: tuple[bytes, ...] = ()
     was_evicted: bool = False
-
-
-def short_id(key: BlockKey) -> str:
-    """What people call a prefix: the first hex digits of its last block's key."""
-    return key.hex()[:_ID_DIGITS]
 
 
 # ---- namespaces
@@ -430,7 +423,7 @@ def _within(tokens: Tokens, found: Found, evidence: Evidence) -> Explanation:
     n, n_prompt = found.n_tokens, len(tokens)
     if n_prompt < 2:
         return _short(n_prompt)
-    prefix = short_id(found.key) if found.key else None
+    prefix = keys.short_id(found.key) if found.key else None
     made = Explanation(HIT, "", n, n_prompt, found.n_stored, id=prefix)
     lead = _lead(n, n_prompt)
     if n == n_prompt - 1:

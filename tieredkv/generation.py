@@ -8,7 +8,7 @@ import queue
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from tieredkv.handler import ClientGone, GenerationEnded, ModelUnavailable
 from tieredkv.journal import Course, Journal
 from tieredkv.patch import in_upstream, make_rings_exact
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
+from tieredkv.texts import Texts
 
 # How long a signal waits for the step under way before the process ends without it.
 _STOP_SECONDS = 5.0
@@ -132,6 +133,15 @@ class _Responses(queue.Queue[Any]):
         raise ClientGone("the client closed its connection")
 
 
+class _Identified(Exception):
+    """Carries out of upstream's loop what a prompt's state is stored under, as its answer."""
+
+    def __init__(self, model: Hashable, tokens: list[int]) -> None:
+        super().__init__("the prompt was only to be tokenized")
+        self.model = model
+        self.tokens = tokens
+
+
 def _stays() -> bool:
     """A client that is this process itself: never gone."""
     return False
@@ -145,6 +155,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         # Upstream's own reference goes with its thread.
         self.cache = prompt_cache
         self.journal = Journal()
+        self.texts = Texts()
         # By id, since contexts can't be hashed.
         self._contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Segments and types of the prompt that was tokenized last, None if it has images:
@@ -165,10 +176,17 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     # ---- a request, on the generation thread
 
     def _next_request(self, timeout: float | None = None) -> Any:
+        self._make_texts()
         request = super()._next_request(timeout)
         if request is None or self._is_distributed or not request[0].abandoned:
             return request
         return None
+
+    def _make_texts(self) -> None:
+        """Between two steps: nothing else may have a text made of tokens then."""
+        provider = self.model_provider
+        if provider.tokenizer is not None and provider.model_key is not None:
+            self.texts.make(str(provider.model_key[0]), provider.tokenizer.decode)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Upstream's, with segments that end where the next turn may differ, and at checkpoints.
@@ -178,6 +196,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
         Raises:
             ValueError: the request can't be served; the client gets its text.
+            _Identified: it asks for no more than its tokens.
         """
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
@@ -203,6 +222,9 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
             prompt = SaltedPrompt(prompt, salt)
         if salt and vision is not None:
             vision.cache_key = SaltedPrompt(vision.cache_key, salt)
+        if getattr(request, "only_identify", False):
+            stored_as = prompt if vision is None else vision.cache_key
+            raise _Identified(self.model_provider.model_key, stored_as)
         # The tokens of an image are not what its state is stored under.
         self._segments = (segments, types) if vision is None else None
         return prompt, segments, types, initial_state, vision
@@ -292,6 +314,25 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         return [str(name) for name in key or () if name is not None]
 
     # ---- a request, on its client's thread
+
+    def identify(
+        self, request: Any, generation_args: Any, is_gone: Callable[[], bool] = _stays
+    ) -> tuple[Hashable, list[int]]:
+        """Key of the model and tokens under which the state of a request's prompt is stored.
+
+        It goes the way of all requests up to where it would be looked up, since a model that is
+        loaded between two steps of a batch would have that batch stored as its own, and the
+        tokenizer is its thread's.
+
+        Raises:
+            ClientGone, GenerationEnded: as `generate`.
+        """
+        request.only_identify = True
+        try:
+            self.generate(request, generation_args, None, is_gone)
+        except _Identified as e:
+            return e.model, e.tokens
+        raise RuntimeError("a request that was only to be tokenized was served")
 
     def generate(
         self,

@@ -6,12 +6,14 @@ import json
 import logging
 import math
 import socket
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_lm import server as upstream
 
 from tieredkv import api
-from tieredkv.journal import Course
+from tieredkv.journal import Course, RequestReport
 from tieredkv.keys import tenant
 from tieredkv.prefill import Cancelled
 
@@ -100,6 +102,14 @@ class _Client:
             self.failure = e
             raise
 
+    def identify(self, request: Any, args: Any) -> tuple[Hashable, Sequence[int]]:
+        """The generator's, for this client."""
+        request.cache_salt = self.cache_salt
+        found: tuple[Hashable, Sequence[int]] = self._generator.identify(
+            request, args, self.is_gone
+        )
+        return found
+
 
 # What a request of the wrong shape ends in, wherever it is noticed.
 _MISUSE = (
@@ -116,6 +126,21 @@ def _status(failure: Exception) -> int:
     if isinstance(failure, GenerationEnded | Cancelled):
         return 503
     return 400 if isinstance(failure, _MISUSE) else 500
+
+
+@contextmanager
+def _as_misuse() -> Iterator[None]:
+    """Failures that are the client's as the API has them."""
+    try:
+        yield
+    except ClientGone:
+        raise
+    except Exception as e:
+        status = _status(e)
+        if status >= 500:
+            raise
+        code = "model_not_found" if status == 404 else "bad_request"
+        raise api.Misuse(status, code, (str(e) or type(e).__name__)[:1000]) from e
 
 
 class TieredAPIHandler(upstream.APIHandler):
@@ -146,7 +171,7 @@ class TieredAPIHandler(upstream.APIHandler):
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         """Upstream's, without what pages and scrapers ask every few seconds."""
-        if code != 200 or not api.owns(self.path):
+        if code != 200 or self.command != "GET" or not api.owns(self.path):
             super().log_request(code, size)
 
     def end_headers(self) -> None:
@@ -182,7 +207,7 @@ class TieredAPIHandler(upstream.APIHandler):
             self._status_sent = _status(e)
         finally:
             if self.path in _COMPLETIONS:
-                self._write_down()
+                self._write_down(self._status_sent)
 
     def do_GET(self) -> None:  # noqa: N802
         """Upstream's, or the API's."""
@@ -209,7 +234,7 @@ class TieredAPIHandler(upstream.APIHandler):
 
     def _answer_call(self) -> None:
         call = api.Call(
-            self.command, self.path, self.headers, self.client_address[0], self._read_body
+            self.command, self.path, self.headers, self.client_address[0], self._read_body, self
         )
         try:
             answer = api.answer(call, self.response_generator)
@@ -241,18 +266,84 @@ class TieredAPIHandler(upstream.APIHandler):
             raise api.Misuse(413, "too_large", f"a body may have at most {_BODY_BYTES} bytes")
         return bytes(self.rfile.read(int(text)))
 
+    # ---- prompts in the API's bodies, see `api.Prompts`
+
+    def identify(self, body: dict[str, Any]) -> tuple[Hashable, Sequence[int]]:
+        """See `api.Prompts`."""
+        with _as_misuse():
+            found: tuple[Hashable, Sequence[int]] = self.response_generator.identify(
+                *self._completion_of(body)
+            )
+            return found
+
+    def compute(self, body: dict[str, Any]) -> RequestReport:
+        """See `api.Prompts`."""
+        client = self.response_generator
+        client.course, self.request_id = Course(), "-"
+        status = 500
+        try:
+            with _as_misuse():
+                _, responses = client.generate(*self._completion_of(body))
+                for _ in responses:
+                    pass
+            status = 200
+        except api.Misuse as e:
+            status = e.status
+            raise
+        except ConnectionError:
+            status = _CLIENT_GONE
+            raise
+        finally:
+            report = self._write_down(status)
+            # The answer to the call is none to a prompt.
+            client.course = Course()
+        return report
+
+    def _completion_of(self, body: dict[str, Any]) -> tuple[Any, Any]:
+        """A body as upstream takes it to its generator, for an answer of one token.
+
+        Raises:
+            ValueError: something of it can't be served.
+        """
+        self.body = body
+        self.requested_model = body.get("model", "default_model")
+        draft, adapter = body.get("draft_model", "default_model"), body.get("adapters")
+        if not isinstance(self.requested_model, str):
+            raise ValueError("model must be a string")
+        if not (draft is None or isinstance(draft, str)):
+            raise ValueError("draft_model must be a string")
+        if not (adapter is None or isinstance(adapter, str)):
+            raise ValueError("adapters must be a string")
+        _check_body(body)
+        self.response_generator.cache_salt = self._cache_salt()
+        is_chat = "messages" in body
+        request = self.handle_chat_completions() if is_chat else self.handle_text_completions()
+        return request, upstream.GenerationArguments(
+            model=upstream.ModelDescription(self.requested_model, draft, adapter),
+            sampling=upstream.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1),
+            logits=upstream.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
+            stop_words=[],
+            max_tokens=1,
+            num_draft_tokens=self.response_generator.cli_args.num_draft_tokens,
+            logprobs=False,
+            top_logprobs=-1,
+            seed=None,
+            chat_template_kwargs=body.get("chat_template_kwargs"),
+        )
+
     # ---- what becomes of a request
 
-    def _write_down(self) -> None:
+    def _write_down(self, status: int) -> RequestReport:
         """Tell the journal and the log of a request that has ended."""
         # What isn't a name was refused.
         model = str(self.requested_model)
         if model == "default_model":
             model = self.response_generator.cli_args.model or model
         course = self.response_generator.course
-        report = course.report(self.request_id, model, self._status_sent)
+        report: RequestReport = course.report(self.request_id, model, status)
         self.response_generator.journal.add(report)
         _LOG.info("tieredkv: request %s", report.log_line())
+        return report
 
     def generate_response(self, *args: Any, **kwargs: Any) -> Any:
         """Upstream's, with the tiers that tokens came from."""

@@ -16,6 +16,7 @@ import numpy as np
 from tieredkv.core import FORMAT_VERSION, WINDOW, BlockKey, Chain, Namespace, Tokens
 
 KEY_BYTES = 32
+_ID_DIGITS = 16
 
 # The tokens of a window.
 WINDOW_TOKENS = WINDOW.to_bytes(8, "little", signed=True)
@@ -195,6 +196,11 @@ def snapshot_key(parent: BlockKey) -> BlockKey:
 def window_key(parent: BlockKey) -> BlockKey:
     """Key of the window at a block's tokens."""
     return block_key(parent, WINDOW_TOKENS)
+
+
+def short_id(key: BlockKey) -> str:
+    """What people call a prefix: the first hex digits of its last block's key."""
+    return key.hex()[:_ID_DIGITS]
 
 
 def common_prefix(a: bytes, b: bytes) -> int:

@@ -50,6 +50,7 @@ from tieredkv.inquiry import Form, Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
+from tieredkv.tiers.tree import PrefixUsage, Ranking
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -189,6 +190,7 @@ class TieredPromptCache:
         self._n_prompt = 0
         self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
+        self._ranking = Ranking(self._store.cold.consult)
         self._chains = keys.Chains()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
@@ -339,6 +341,13 @@ class TieredPromptCache:
             self._store.pace.is_faster_read,
         )
         return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
+
+    def prefixes(self, n: int) -> list[PrefixUsage]:
+        """The ``n`` prefixes in the cold tier that most requests found, the first the most.
+
+        Reads the whole index, so of a large store it is what was found up to a few minutes ago.
+        """
+        return self._ranking.first(n)
 
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
