@@ -5,20 +5,29 @@ from __future__ import annotations
 import ipaddress
 import json
 import time
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from tieredkv import page
+from tieredkv.core import Keeping, Pinned, PinRefused
 from tieredkv.exposition import Reading, exposition
 from tieredkv.journal import Journal, RequestReport
+from tieredkv.keys import tenant, tenant_salt
 from tieredkv.prompt_cache import TieredPromptCache
+from tieredkv.texts import Texts
+from tieredkv.tiers.pruning import Criteria, Pruned
+from tieredkv.tiers.tree import PrefixUsage
+from tieredkv.units import duration, size
 
 _JSON = "application/json"
 _FAULTS = 20
+_PREFIXES = 10
 _WARMED = 1024
+_TEXT_CHARACTERS = 1024
 _DEEP = "the body is nested too deeply"
 
 # What a request for a completion may have: what this server looks at, and what others do. A name
@@ -120,6 +129,7 @@ class Server(Protocol):
 
     cache: TieredPromptCache
     journal: Journal
+    texts: Texts
 
     @property
     def cache_api(self) -> str:
@@ -197,6 +207,7 @@ def _is_loopback(host: str) -> bool:
 
 # ---- what is asked
 
+_N = TypeVar("_N", int, float)
 Route = Callable[[Call, Server], Answer]
 
 
@@ -216,7 +227,7 @@ def _metrics(call: Call, server: Server) -> Answer:
         server.cache.stats(),
         server.cache.details(),
         server.journal.totals(),
-        0,
+        server.cache.pinned_bytes,
     )
     body, content_type = exposition(reading, call.headers.get("Accept") or "")
     return Answer(200, body, content_type)
@@ -235,8 +246,10 @@ def _stats(_: Call, server: Server) -> Answer:
 
 def stats(server: Server) -> dict[str, Any]:
     """What ``GET /v1/cache/stats`` answers; times are seconds of Unix time, sizes bytes."""
-    now, details, journal = server.cache.stats(), server.cache.details(), server.journal
-    directory = server.cache.directory
+    cache, journal = server.cache, server.journal
+    now, details, directory = cache.stats(), cache.details(), cache.directory
+    prefixes = cache.prefixes(_PREFIXES)
+    keeping = cache.keeping([usage.id for usage in prefixes])
     faults = sorted((*journal.faults(), *details.faults), key=lambda fault: -fault.time)
     return {
         "time": time.time(),
@@ -245,7 +258,7 @@ def stats(server: Server) -> dict[str, Any]:
         "models": server.models,
         "hot": _tier(now.hot),
         "cold": _tier(now.cold)
-        | {"directory": str(directory) if directory else None, "pinned_bytes": 0},
+        | {"directory": str(directory) if directory else None, "pinned_bytes": cache.pinned_bytes},
         "queue": {"bytes": now.queue_bytes, "blocks": now.queue_blocks},
         "entries": now.entries,
         "hits": now.hits,
@@ -255,8 +268,31 @@ def stats(server: Server) -> dict[str, Any]:
         "counters": asdict(now),
         "history": [asdict(minute) for minute in journal.history()],
         "requests": [asdict(report) for report in journal.requests()],
-        "prefixes": [],
+        "prefixes": [_prefix(usage, keeping[usage.id], server.texts) for usage in prefixes],
         "faults": [asdict(fault) for fault in faults[:_FAULTS]],
+    }
+
+
+def _prefix(usage: PrefixUsage, keeping: Keeping, texts: Texts) -> dict[str, Any]:
+    """A prefix of the store. Prompts of salted namespaces are not for everybody who looks here."""
+    ends = [
+        texts.of(usage.model, f"{usage.id} {part}", tokens)
+        for part, tokens in (("start", usage.start), ("end", usage.end))
+        if tokens and not usage.salted
+    ]
+    known = [text for text in ends if text is not None]
+    # Fewer tokens at the end are all that is left behind those at the start.
+    between = " … " if len(usage.end) == len(usage.start) else ""
+    return {
+        "id": usage.id,
+        "model": usage.model,
+        "tokens": usage.tokens,
+        "bytes": usage.bytes,
+        "uses": usage.uses,
+        "last_use": usage.last_use / 1e9,
+        "pinned": keeping.is_pinned,
+        "expires": keeping.expires / 1e9 if keeping.expires else None,
+        "text": between.join(known) if known and len(known) == len(ends) else None,
     }
 
 
@@ -312,10 +348,144 @@ def _warmed_or_failed(call: Call, server: Server, wanted: _Wanted) -> dict[str, 
         return {"error": _error(e.status, e.code, str(e), e.param)}
 
 
-def _warmed(call: Call, _: Server, wanted: _Wanted) -> dict[str, Any]:
+def _warmed(call: Call, server: Server, wanted: _Wanted) -> dict[str, Any]:
     report = asdict(call.prompts.compute(wanted.request))
     del report["status"]
-    return report
+    if not wanted.pin:
+        return report
+    try:
+        pinned = server.cache.pin(*call.prompts.identify(wanted.request))
+    except PinRefused as e:
+        raise _refused(e) from e
+    return report | {"pinned": _prefix_of(pinned)}
+
+
+def _pin(call: Call, server: Server) -> Answer:
+    return _pinned(call, server.cache.pin, server.cache.pin_id)
+
+
+def _unpin(call: Call, server: Server) -> Answer:
+    return _pinned(call, server.cache.unpin, server.cache.unpin_id)
+
+
+def _pinned(
+    call: Call,
+    prompt: Callable[[Hashable, Sequence[int]], Pinned],
+    by_id: Callable[[str], Pinned],
+) -> Answer:
+    body = _body(call)
+    try:
+        if "id" not in body:
+            _check_request(body)
+            return _json(_prefix_of(prompt(*call.prompts.identify(body))))
+        _check_fields(body, frozenset(("id",)))
+        if not isinstance(body["id"], str):
+            raise Misuse(400, "bad_value", "id must be a string", "id")
+        return _json(_prefix_of(by_id(body["id"])))
+    except PinRefused as e:
+        raise _refused(e) from e
+
+
+def _prefix_of(pinned: Pinned) -> dict[str, Any]:
+    return {"id": pinned.id, "tokens": pinned.n_tokens, "bytes": pinned.n_bytes}
+
+
+_PIN_STATUS = {"absent": 404, "id": 400}
+
+
+def _refused(why: PinRefused) -> Misuse:
+    return Misuse(_PIN_STATUS.get(why.reason, 409), f"pin_{why.reason}", str(why))
+
+
+_PRUNE_FIELDS = frozenset(
+    (
+        *("model", "salt", "cache_salt", "api_key", "unsalted"),
+        *("older_than", "to", "pinned", "dry_run"),
+    )
+)
+
+
+def _prune(call: Call, server: Server) -> Answer:
+    body = _body(call)
+    _check_fields(body, _PRUNE_FIELDS)
+    criteria = _criteria(body)
+    if criteria == Criteria(pinned=criteria.pinned):
+        raise Misuse(
+            400,
+            "no_criteria",
+            "say what is to go: model, salt, cache_salt, api_key, unsalted, older_than, to; "
+            "DELETE /v1/cache removes everything",
+        )
+    if not _flag(body, "dry_run"):
+        return _gone(server.cache.prune(criteria), dry_run=False)
+    return _gone(server.cache.would_prune(criteria), dry_run=True)
+
+
+def _delete(call: Call, server: Server) -> Answer:
+    query = call.query
+    _check_fields(query, frozenset(("pinned",)))
+    pinned = query.get("pinned", ["false"])
+    if pinned not in (["true"], ["false"]):
+        raise Misuse(400, "bad_value", "pinned must be true or false", "pinned")
+    return _gone(server.cache.prune(Criteria(pinned=pinned == ["true"])), dry_run=False)
+
+
+def _gone(pruned: Pruned, *, dry_run: bool) -> Answer:
+    return _json({"blocks": pruned.blocks, "bytes": pruned.n_bytes, "dry_run": dry_run})
+
+
+def _criteria(body: Mapping[str, Any]) -> Criteria:
+    salts = {name: _text(body, name) for name in ("salt", "cache_salt", "api_key")}
+    salted = any(text is not None for text in salts.values())
+    unsalted = _flag(body, "unsalted")
+    if salted and unsalted:
+        raise Misuse(400, "bad_value", "unsalted contradicts salt, cache_salt and api_key")
+    whose = tenant(salts["api_key"] or "", salts["cache_salt"] or "")
+    salt = tenant_salt((salts["salt"] or "").encode(), whose)
+    age = _measure(body, "older_than", duration)
+    return Criteria(
+        model=_text(body, "model"),
+        salt=salt if salted or unsalted else None,
+        unused_since=None if age is None else time.time_ns() - int(age * 1e9),
+        to_bytes=_measure(body, "to", size),
+        pinned=_flag(body, "pinned"),
+    )
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= _TEXT_CHARACTERS:
+        text = f"{name} must be a string of 1 to {_TEXT_CHARACTERS} characters"
+        raise Misuse(400, "bad_value", text, name)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise Misuse(400, "bad_value", f"{name} is no Unicode text", name) from None
+    return value
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise Misuse(400, "bad_value", f"{name} must be true or false", name)
+    return value
+
+
+def _measure(body: Mapping[str, Any], name: str, read: Callable[[str], _N]) -> _N | None:
+    """A number as people write it with its unit, or as one of seconds or bytes."""
+    value = body.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number and not isinstance(value, str):
+        raise Misuse(400, "bad_value", f"{name} must be a number or a text", name)
+    try:
+        # A number alone is bytes to the one reader, and nothing to the other.
+        return read(f"{value}s" if is_number and read is duration else str(value)[:100])
+    except ArgumentTypeError as e:
+        raise Misuse(400, "bad_value", f"{name}: {e}", name) from e
 
 
 def _body(call: Call) -> dict[str, Any]:
@@ -352,5 +522,9 @@ ROUTES: dict[str, dict[str, Route]] = {
     "/metrics": {"GET": _metrics},
     "/v1/cache/stats": {"GET": _stats},
     "/v1/cache/warm": {"POST": _warm},
+    "/v1/cache/pin": {"POST": _pin},
+    "/v1/cache/unpin": {"POST": _unpin},
+    "/v1/cache/prune": {"POST": _prune},
     "/v1/cache/explain": {"POST": _explain},
+    "/v1/cache": {"DELETE": _delete},
 }

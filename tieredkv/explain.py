@@ -423,7 +423,7 @@ def _within(tokens: Tokens, found: Found, evidence: Evidence) -> Explanation:
     n, n_prompt = found.n_tokens, len(tokens)
     if n_prompt < 2:
         return _short(n_prompt)
-    prefix = keys.short_id(found.key) if found.key else None
+    prefix = keys.prefix_id(found.key) if found.key else None
     made = Explanation(HIT, "", n, n_prompt, found.n_stored, id=prefix)
     lead = _lead(n, n_prompt)
     if n == n_prompt - 1:

@@ -13,6 +13,7 @@ from typing import Any
 from mlx_lm import server as upstream
 
 from tieredkv import api
+from tieredkv.core import ColdTierUnavailable
 from tieredkv.journal import Course, RequestReport
 from tieredkv.keys import tenant
 from tieredkv.prefill import Cancelled
@@ -123,7 +124,7 @@ def _status(failure: Exception) -> int:
         return _CLIENT_GONE  # as others log it: nobody reads it
     if isinstance(failure, ModelUnavailable):
         return 404
-    if isinstance(failure, GenerationEnded | Cancelled):
+    if isinstance(failure, GenerationEnded | Cancelled | ColdTierUnavailable):
         return 503
     return 400 if isinstance(failure, _MISUSE) else 500
 
