@@ -105,6 +105,14 @@ def visit(browser: Browser) -> Iterator[Open]:
         context.close()
 
 
+@pytest.fixture(scope="module")
+def written(browser: Browser, loaded: Local) -> Callable[[str], str]:
+    """The text that a call of the page's format.js returns."""
+    blank = browser.new_page()
+    blank.goto(f"http://127.0.0.1:{loaded.port}/cache/icon.svg")
+    return lambda call: blank.evaluate(f"import('/cache/format.js').then(format => format.{call})")
+
+
 def stats(server: Local) -> dict[str, Any]:
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/v1/cache/stats") as answer:
         return dict(json.load(answer))
@@ -248,6 +256,42 @@ def test_hostile_text_is_shown_as_text(loaded: Local, visit: Open) -> None:
     origin = f"http://127.0.0.1:{loaded.port}/"
     assert [url for url in seen.requests if not url.startswith(origin)] == []
     assert seen.complaints == []
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("count(0)", "0"),
+        ("count(999)", "999"),
+        ("count(1234)", "1.2k"),
+        ("count(9960)", "10k"),
+        ("count(31415)", "31k"),
+        ("count(999600)", "1.0M"),
+        ("bytes(812)", "812 B"),
+        ("bytes(999960)", "1.0 MB"),
+        ("bytes(17179869184)", "17.2 GB"),
+        ("share(0, 0)", "\N{EN DASH}"),
+        ("share(0, 9)", "0%"),
+        ("share(1, 1000)", "<1%"),
+        ("share(999, 1000)", ">99%"),
+        ("share(9, 9)", "100%"),
+        ("duration(0)", "0 s"),
+        ("duration(59.7)", "1 min"),
+        ("duration(11520)", "3 h 12 min"),
+        ("ago(1000, 1090)", "1 min ago"),
+        ("ahead(null, 1000)", "never"),
+        ("ahead(999, 1000)", "expired"),
+        ("milliseconds(70060.2)", "70,060"),
+        ("milliseconds(0.2)", "<1"),
+        ("milliseconds(null)", "\N{EN DASH}"),
+        ("modelName('/models/a/b-4bit/')", "b-4bit"),
+    ],
+)
+def test_numbers_are_written_for_people(
+    written: Callable[[str], str], call: str, text: str
+) -> None:
+    """If this failed, a number of the page would be rounded to another, or hard to read."""
+    assert written(call) == text
 
 
 # ---- how it behaves

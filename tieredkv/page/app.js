@@ -51,7 +51,7 @@ class Link {
 
   missed(failure) {
     const what = failure instanceof Refused
-      ? `The server refuses: ${failure.message}`
+      ? `The server answers with an error: ${failure.message}.`
       : "The server can't be reached.";
     if (this.#lost == null) {
       this.#lost = seconds();
@@ -137,7 +137,8 @@ async function toggle(prefix, button) {
     setText(result, `Could not ${verb} ${prefix.id}: ${why}`);
   }
   button.disabled = false;
-  button.focus();
+  // Disabled, it had lost it.
+  if (document.activeElement === document.body) button.focus();
   poll.now();
 }
 
