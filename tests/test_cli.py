@@ -94,7 +94,10 @@ def test_stats_do_not_load_mlx(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["", "stats", "prune", "verify", "compact", "serve"])
+COMMANDS = ("stats", "ls", "explain", "prune", "verify", "compact", "bench", "completion")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "serve"])
 def test_help_is_there_for_every_command(command: str) -> None:
     """It must be enough to get going, and come without a traceback."""
     env = {**os.environ, "COLUMNS": "100"}

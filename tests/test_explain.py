@@ -188,6 +188,8 @@ def test_layers_that_can_only_be_restored_where_their_state_was_kept(tmp_path: P
             cache.insert_cache(MODEL, PROMPT[:n], caches.make_hybrid(PROMPT[:n]))
     found = explained(tmp_path, [*PROMPT[:17], 50])
     assert (found.reason, found.n_tokens, found.n_stored) == ("state", 6, 17)
+    assert found.divergence is not None
+    assert found.divergence.index == 17
     found = explained(tmp_path, [*PROMPT[:5], 50])
     assert (found.reason, found.n_tokens, found.n_stored) == ("state", 0, 5)
 

@@ -430,17 +430,17 @@ def _within(tokens: Tokens, found: Found, evidence: Evidence) -> Explanation:
     lead = _lead(n, n_prompt)
     if n == n_prompt - 1:
         return replace(made, text=f"{lead}: all but the last, which is always computed.")
+    made = replace(made, divergence=_divergence(tokens, found, evidence.beside))
     if found.n_stored > n:
         return replace(made, reason=found.limit, text=f"{lead}. {_limit(found)}")
-    divergence = _divergence(tokens, found, evidence.beside)
     if evidence.was_evicted:
         text = "What comes next was stored, and evicted to make room."
-        return replace(made, reason=EVICTED, text=f"{lead}. {text}", divergence=divergence)
-    if divergence is None:
+        return replace(made, reason=EVICTED, text=f"{lead}. {text}")
+    if made.divergence is None:
         return replace(made, reason=ENDED, text=f"{lead}. What is stored ends there.")
     where = f"token {n:,}" if n else "the first token"
     text = f"{lead}. From {where} on what is stored differs."
-    return replace(made, reason=DIVERGED, text=text, divergence=divergence)
+    return replace(made, reason=DIVERGED, text=text)
 
 
 def _limit(found: Found) -> str:

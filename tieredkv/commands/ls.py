@@ -194,9 +194,9 @@ class _Tokenizers:
 
 def _words(line: _Line, tokenizer: Any) -> tuple[str, str]:
     """The text at the start and at the end of what a prefix adds."""
-    from tieredkv.prompts import as_text  # late: it loads mlx
+    from tieredkv.prompts import as_line  # late: it loads mlx
 
-    start, end = as_text(tokenizer, line.start), as_text(tokenizer, line.end)
+    start, end = as_line(tokenizer, line.start), as_line(tokenizer, line.end)
     return _cut(start, _CHARACTERS), _cut(end[::-1], _CHARACTERS)[::-1]
 
 
