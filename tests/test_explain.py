@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -179,6 +180,16 @@ def test_all_that_was_evicted(folder: Path) -> None:
         cache.trim_to(n_bytes=0)
         cache._store.cold.trim_to(0)
         assert cache.explain(MODEL, [*PROMPT, 50]).reason == "evicted"
+
+
+def test_blocks_that_have_expired(tmp_path: Path) -> None:
+    """They are there for some seconds yet, and are not to be found."""
+    with opened(tmp_path) as cache:
+        put(cache, SaltedPrompt(PROMPT[:12]))
+        put(cache, SaltedPrompt(PROMPT, ttl=0.05))
+    time.sleep(0.06)
+    found = explained(tmp_path, [*PROMPT, 50])
+    assert (found.reason, found.n_tokens) == ("expired", 12)
 
 
 def test_layers_that_can_only_be_restored_where_their_state_was_kept(tmp_path: Path) -> None:

@@ -121,6 +121,24 @@ def test_the_most_used_prefixes(folder: Path) -> None:
     assert [(p.start, p.end) for p in salted] == [((), ())]
 
 
+def test_what_stays_and_what_goes_by_itself(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pin keeps all that leads to it; what is kept for a time says for how long."""
+    with opened(folder) as cache:
+        cache.pin(MODEL, [*STEM, 50, 51])
+        brief = SaltedPrompt([80, 81, 82], ttl=7300)
+        cache.insert_cache(MODEL, brief, caches.make(brief))
+    (model,) = models(folder, capsys, "--model", "model")
+    found = {n["prefix_tokens"]: (n["pinned"], n["expires"]) for n in model["prefixes"][:4]}
+    assert found[8] == found[10] == (True, None)
+    assert found[28] == (False, None)
+    assert "expires in 2h" in listed(folder, capsys, "--model", "model")
+    assert "pinned" in listed(folder, capsys, "--model", "model")
+    with opened(folder) as cache:
+        assert {p.tokens: p.pinned for p in cache.prefixes(9)} == {8: True, 10: True}
+
+
 def test_a_store_without_a_disk_has_no_prefixes() -> None:
     """A memory-only server has the page, too."""
     with opened(None) as cache:  # type: ignore[arg-type]

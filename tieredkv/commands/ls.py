@@ -11,13 +11,13 @@ from typing import Any
 
 from tieredkv.commands.console import FINE, STATUS, add_command, count
 from tieredkv.core import ColdTierUnavailable
-from tieredkv.keys import ID_DIGITS
+from tieredkv.keys import PREFIX_ID_DIGITS
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader
 from tieredkv.tiers.ledger import Rows
 from tieredkv.tiers.pruning import Criteria
 from tieredkv.tiers.tree import BY_USE, SORTS, Node, Tree, ends, grow
-from tieredkv.units import age_text, bytes_text
+from tieredkv.units import age_text, bytes_text, left_text
 
 # Branches of a prefix, and levels, that are shown to people if they don't say how many.
 _LIMIT, _DEPTH = 10, 6
@@ -213,7 +213,7 @@ def _reader(listing: _Listing, tokenizers: _Tokenizers, shows_salted: bool) -> A
 def _as_lines(listing: _Listing, tokenizers: _Tokenizers, shows_salted: bool) -> list[str]:
     tokenizer = _reader(listing, tokenizers, shows_salted)
     drawn = list(_drawn(listing))
-    left = max((len(d.branch) for d in drawn), default=0) + ID_DIGITS
+    left = max((len(d.branch) for d in drawn), default=0) + PREFIX_ID_DIGITS
     columns = zip(*(_cells(line.node) for line in listing.lines), strict=True)
     widths = [max(map(len, column)) for column in columns]
     lines = _head(listing.tree)
@@ -276,7 +276,10 @@ def _head(tree: Tree) -> list[str]:
 
 
 def _cells(node: Node) -> tuple[str, ...]:
-    more = [f"{bytes_text(node.freed_bytes)} with all below"] * bool(node.n_children)
+    more = ["pinned"] * node.pinned
+    if node.expires:
+        more.append(left_text(node.expires / 1e9 - time.time()))
+    more += [f"{bytes_text(node.freed_bytes)} with all below"] * bool(node.n_children)
     more += [f"{node.n_snapshots:,} snapshots"] * bool(node.n_snapshots)
     more += [f"{node.n_windows:,} windows"] * bool(node.n_windows)
     return (
@@ -324,6 +327,8 @@ def _node_json(line: _Line, tokenizer: Any) -> dict[str, object]:
         "freed_bytes": node.freed_bytes,
         "last_use": node.last_use,
         "uses": node.uses,
+        "pinned": node.pinned,
+        "expires": node.expires,
         "branches": node.n_children,
         "start": start,
         "end": end,
