@@ -283,7 +283,8 @@ def _host_differences(stored: str, asked: str) -> Iterator[Difference]:
     a, b = (_HOST.fullmatch(host) for host in (stored, asked))
     if a is None or b is None:
         if stored != asked:
-            yield _difference("device", stored, asked, f"stored by {stored}, this is {asked}")
+            text = f"stored by {stored or 'an unknown host'}, this is {asked}"
+            yield _difference("device", stored, asked, text)
         return
     pairs = zip(_HOST_FIELDS, a.groups(""), b.groups(""), strict=True)
     for field, x, y in pairs:
