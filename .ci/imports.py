@@ -18,10 +18,11 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
-    ("core",),
-    ("admission", "keys", "metrics", "pace", "units"),
+    ("core", "page.__init__"),
+    ("admission", "keys", "metrics", "pace", "texts", "units"),
     ("matching",),
-    ("restored",),
+    ("journal", "restored"),
+    ("exposition",),
     ("identity", "codec", "policy", "hazard", "layout"),
     ("prompts", "quantize"),
     (
@@ -45,7 +46,9 @@ LAYERS = (
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
     ("inquiry", "store"),
     ("prompt_cache",),
-    ("prefill", "patch", "selftest"),
+    ("calls", "prefill", "patch", "selftest"),
+    ("access", "steering"),
+    ("api",),
     ("flags", "handler"),
     ("generation",),
     ("server",),
@@ -93,6 +96,7 @@ ROOMS = {
         "generation",
         "server",
     ),
+    "prometheus_client": ("exposition",),
     "lmdb": ("tiers.environment", "tiers.health"),
 }
 

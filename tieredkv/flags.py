@@ -136,6 +136,13 @@ def parser() -> argparse.ArgumentParser:
         "differ from those without a cache. Servers with and without it find nothing of each "
         "other's (default: %(default)s)",
     )
+    group.add_argument(
+        "--cache-api",
+        choices=("local", "anywhere", "off"),
+        default="local",
+        help="Who may use /metrics, /cache and /v1/cache/…: programs on this machine and the "
+        "server's own page, everybody who reaches the port, or nobody (default: %(default)s)",
+    )
     return p
 
 

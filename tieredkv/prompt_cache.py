@@ -34,7 +34,9 @@ from tieredkv.core import (
     BlockKey,
     Chain,
     Config,
+    FetchReport,
     Hit,
+    Keeping,
     Match,
     Namespace,
     Pinned,
@@ -42,6 +44,7 @@ from tieredkv.core import (
     Problem,
     Quantization,
     Refused,
+    StoreDetails,
     StoreStats,
     TensorSpec,
     Tokens,
@@ -52,6 +55,7 @@ from tieredkv.inquiry import Form, Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
+from tieredkv.tiers import pins, pruning
 from tieredkv.tiers.pruning import Criteria, Pruned
 from tieredkv.tiers.tree import PrefixUsage, Ranking
 
@@ -213,6 +217,7 @@ class TieredPromptCache:
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
+        self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
         self._ranking = Ranking(self._store.cold.consult)
         self._chains = keys.Chains()
@@ -236,6 +241,7 @@ class TieredPromptCache:
         """
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
+            self._last_fetch = FetchReport(len(ids))
             self._store.expire()
             caches, n = self._fetch(model, ids, _tenant(tokens), self._expiry(tokens))
             return caches, ids[n:].tolist()
@@ -325,6 +331,18 @@ class TieredPromptCache:
         mx.clear_cache()
         return freed >= over
 
+    @property
+    def directory(self) -> Path | None:
+        """Where the cold tier is; None if there is none."""
+        return self._store.config.cold_dir if self._store.cold.cap_bytes else None
+
+    @property
+    def last_fetch(self) -> FetchReport:
+        """What the last `fetch_nearest_cache` found. On the thread that fetches: others may have
+        fetched something else meanwhile.
+        """
+        return self._last_fetch
+
     def explain(self, model: Hashable, tokens: Sequence[int]) -> Explanation:
         """Why ``tokens`` would hit as far as they would if they were fetched now, or why they
         would miss. Reads no state, changes and counts nothing.
@@ -347,6 +365,10 @@ class TieredPromptCache:
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
         return self._store.stats()
+
+    def details(self) -> StoreDetails:
+        """A reading of what `stats` has no room for: distributions, and the last faults."""
+        return self._store.details()
 
     def check(self) -> list[Problem]:
         """Faults in the tiers' books; an empty list if all is well. Reads the whole index."""
@@ -401,6 +423,17 @@ class TieredPromptCache:
         """
         return self._store.cold.pinned_bytes
 
+    def keeping(self, ids: Sequence[str]) -> dict[str, Keeping]:
+        """How long the prefixes with these ids stay on disk. Any thread."""
+        found = self._store.cold.consult(lambda rows: pins.keeping(rows, ids))
+        return dict.fromkeys(ids, Keeping()) | (found or {})
+
+    def would_prune(self, criteria: Criteria) -> Pruned:
+        """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
+        plan = self._store.cold.consult(lambda rows: pruning.plan(rows, criteria))
+        victims = list(plan.until(criteria.to_bytes)) if plan else []
+        return Pruned(len(victims), sum(victim.blob_bytes for victim in victims))
+
     def prune(self, criteria: Criteria) -> Pruned:
         """Delete from both tiers what ``criteria`` mean, once what waits to be written is: see
         `TieredStore.prune`. Any thread; prompts are served meanwhile, and those that come may be
@@ -428,6 +461,7 @@ class TieredPromptCache:
         self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
+        before = self._store.promote_seconds
         found = self._known_namespace(model, tenant)
         if found is None:
             return None, 0
@@ -439,12 +473,17 @@ class TieredPromptCache:
         else:
             how = self._quantization
             shape, hit = self._load_at_step(namespace, shape, tokens[:-1], how, expires)
+        promote_seconds = self._store.promote_seconds - before
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
-            return self._miss("absent")
+            self._miss("absent", promote_seconds)
+            return None, 0
         caches = layout.restore(shape, hit, len(tokens), self._copiers)
         self._note_fetch(namespace, tokens, hit.n_tokens)
-        self._store.counters.add("hits")
+        self._last_fetch = FetchReport(len(tokens), hit.n_hot, hit.n_cold, promote_seconds)
+        root = keys.namespace_key(namespace)
+        self._store.pace.spared(root, hit.n_tokens, promote_seconds)
+        self._store.counters.add("hits", label="cold" if hit.n_cold else "hot")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return caches, hit.n_tokens
@@ -693,7 +732,8 @@ class TieredPromptCache:
         try:
             base = self._base(model, tenant)
         except IdentityChanged as e:
-            if self._store.counters.add("misses", label="identity") == 1:
+            self._store.faults.note("identity", str(e))
+            if self._miss("identity") == 1:
                 _LOG.warning("tieredkv: %s; its prompts are misses until it is loaded again", e)
             return None
         shape = self._layouts.get(_unsalted(base))
@@ -744,11 +784,13 @@ class TieredPromptCache:
 
     # ---- faults
 
-    def _miss(self, reason: str) -> tuple[None, int]:
-        self._store.counters.add("misses", label=reason)
-        return None, 0
+    def _miss(self, reason: str, promote_seconds: float = 0.0) -> int:
+        """Count a miss; how many of the kind there were."""
+        self._last_fetch = FetchReport(self._n_prompt, promote_seconds=promote_seconds, miss=reason)
+        return self._store.counters.add("misses", label=reason)
 
     def _refuse(self, refusal: Refused) -> None:
+        self._store.faults.note("refused", str(refusal))
         if self._store.counters.add("refused", label=refusal.reason) == 1:
             _LOG.warning("tieredkv: not stored: %s; only counted from here on", refusal)
 
@@ -757,7 +799,8 @@ class TieredPromptCache:
         """The one place where any fault ends: told, counted, and a miss."""
         try:
             yield
-        except Exception:  # noqa: BLE001 - the boundary: an exception here would kill the host
+        except Exception as e:  # noqa: BLE001 - the boundary: one here would kill the host
+            self._store.faults.note(what, f"{what} failed: {type(e).__name__}: {e}")
             if self._store.counters.add("faults", label=what) == 1:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what

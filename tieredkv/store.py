@@ -24,6 +24,7 @@ from tieredkv.core import (
     Codec,
     ColdTierUnavailable,
     Config,
+    Fault,
     Hit,
     LowerTier,
     Match,
@@ -31,12 +32,13 @@ from tieredkv.core import (
     Pinned,
     Place,
     Problem,
+    StoreDetails,
     StoreStats,
     TensorSpec,
     TierStats,
 )
 from tieredkv.keys import WINDOW_TOKENS, common_prefix, namespace_key, window_key
-from tieredkv.metrics import Counters
+from tieredkv.metrics import Counters, Faults, Histogram
 from tieredkv.pace import Pace
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdTier
@@ -51,7 +53,7 @@ _LOG = logging.getLogger("tieredkv")
 _CLOSE_SECONDS = 10.0
 
 
-def _open_cold(config: Config, counters: Counters) -> LowerTier:
+def _open_cold(config: Config, counters: Counters, faults: Faults) -> LowerTier:
     if config.cold_dir is None:
         return NullTier()
     codec: Codec = QuantizingCodec() if config.cold_quantize == "q8" else PlaneCodec()
@@ -66,6 +68,7 @@ def _open_cold(config: Config, counters: Counters) -> LowerTier:
         )
     except ColdTierUnavailable as e:
         counters.add("faults", label="cold_dir")
+        faults.note("cold_dir", str(e))
         _LOG.warning("tieredkv: %s; serving from memory only", e)
         return NullTier()
 
@@ -77,8 +80,10 @@ class TieredStore:
         """Open the tiers. A cold directory that can't be used is logged and done without."""
         self.config = config
         self.counters = Counters()
+        self.faults = Faults()
+        self._promotes = Histogram()
         self.hot = HotTier(config.hot_bytes, config.block_tokens)
-        self.cold = _open_cold(config, self.counters)
+        self.cold = _open_cold(config, self.counters, self.faults)
         limit = config.queue_bytes
         limit = config.hot_bytes * 3 // 4 if limit is None else limit
         self.writer = Writer(self.cold, limit, self._written)
@@ -153,7 +158,10 @@ class TieredStore:
             n = self.hot.put(blocks)
         finally:
             self.hot.unreserve(wanted)
-        self.pace.promoted(sum(b.n_bytes for b in blocks), time.monotonic() - start)
+        seconds = time.monotonic() - start
+        self.pace.promoted(sum(b.n_bytes for b in blocks), seconds)
+        if wanted:
+            self._promotes.observe(seconds)
         resident = self.hot.load([b.key for b in blocks[:n]])
         self.hot.mark_stored(b.key for b in resident)
         self.counters.add("promotes", len(blocks))
@@ -323,7 +331,10 @@ class TieredStore:
         self._lose(why, 1)
 
     def _lose(self, why: str, n: int) -> None:
-        if n and self.counters.add("dropped", n, why) == n:
+        if not n:
+            return
+        self.faults.note("dropped", f"blocks not stored ({why})")
+        if self.counters.add("dropped", n, why) == n:
             _LOG.warning("tieredkv: %d blocks not stored (%s); only counted from here on", n, why)
 
     def register(self, namespace: Namespace) -> None:
@@ -425,11 +436,33 @@ class TieredStore:
             faults=count.by_label("faults") | done.faults,
         )
 
+    @property
+    def promote_seconds(self) -> float:
+        """Time that promotes have taken so far."""
+        return self._promotes.reading().total
+
+    def details(self) -> StoreDetails:
+        """A reading of what `stats` leaves out."""
+        done = self.cold.counters()
+        return StoreDetails(
+            hits=self.counters.by_label("hits"),
+            promote_seconds=self._promotes.reading(),
+            commit_seconds=done.commit_seconds,
+            departures={"hot": self.hot.departures(), "cold": done.departures},
+            raw_bytes=done.raw_bytes,
+            saved_seconds=self.pace.saved_seconds(),
+            faults=_newest_first([*self.faults.recent(), *done.recent]),
+        )
+
     def close(self) -> None:
         """Write what is queued, for a bounded time, and let go of everything. Idempotent."""
         self._lose("closed", self.writer.close(_CLOSE_SECONDS))
         self.hot.close()
         self.cold.close()
+
+
+def _newest_first(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda fault: -fault.time))
 
 
 def _well_used(hit: Hit) -> Sequence[Block]:
