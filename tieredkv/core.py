@@ -671,6 +671,10 @@ def later(a: int, b: int) -> int:
     return max(a, b) if a and b else 0
 
 
+# Where `default_cold_dir` is, for people: the same text on every machine.
+DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
+
+
 def default_cold_dir() -> Path:
     """Where this platform keeps a user's caches: the cold directory if none is given."""
     if sys.platform == "darwin":

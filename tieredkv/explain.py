@@ -86,6 +86,7 @@ class Explanation:
     id: str | None = None
     divergence: Divergence | None = None
     differences: tuple[Difference, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +364,8 @@ def explain(
     n_prompt = len(tokens)
     known = _within(tokens, found, evidence) if found else None
     nearest = next((s for s in stored if not s.is_wanted), None)
-    if known and (known.n_stored or any(s.is_wanted for s in stored)):
+    is_here = any(s.is_wanted for s in stored)
+    if known and (is_here or known.n_stored or known.reason == EVICTED):
         if nearest is None or not _has_more(nearest, known.n_stored, found):
             return known
         return _elsewhere(known, nearest)

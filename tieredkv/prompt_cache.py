@@ -77,11 +77,12 @@ _DRAIN_SECONDS = 60.0
 _LAST_EXPIRY = (1 << 63) - 1
 
 
-def _host() -> str:
+def host_of(quantization: Quantization | None) -> str:
     """What computes the state: other kernels may round otherwise, so they never share it."""
     device = str(mx.default_device().type).rpartition(".")[2]
     kind = mx.device_info().get("architecture", "")
-    return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    host = f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    return f"{host}, {quantization}" if quantization else host
 
 
 def _recommended_bytes() -> int | None:
@@ -212,7 +213,7 @@ class TieredPromptCache:
                 pin_share,
             )
         )
-        self._host = f"{_host()}, {quantization}" if quantization else _host()
+        self._host = host_of(quantization)
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
