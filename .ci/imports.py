@@ -60,10 +60,11 @@ LAYERS = (
         "commands.completion",
         "commands.explain",
         "commands.ls",
+        "commands.pin",
         "commands.prune",
         "commands.stats",
     ),
-    ("commands.verify",),
+    ("commands.unpin", "commands.verify"),
     ("cli",),
     ("__main__",),
 )

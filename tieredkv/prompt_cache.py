@@ -73,8 +73,8 @@ _TRIES = 2
 # How long who pins or prunes waits for what is to be written before.
 _DRAIN_SECONDS = 60.0
 
-# In Unix ns: what a row has room for.
-_LAST_EXPIRY = (1 << 63) - 1
+# Seconds; what is kept for longer is kept for so long. A row has room for no more than 64 bits.
+_LONGEST_TTL = 1e9
 
 
 def host_of(quantization: Quantization | None) -> str:
@@ -771,7 +771,7 @@ class TieredPromptCache:
         ttl = tokens.ttl if isinstance(tokens, SaltedPrompt) else None
         if ttl is None:
             ttl = self._store.config.ttl
-        return 0 if ttl is None else min(time.time_ns() + int(ttl * 1e9), _LAST_EXPIRY)
+        return 0 if ttl is None else time.time_ns() + int(min(ttl, _LONGEST_TTL) * 1e9)
 
     def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
         root = keys.namespace_key(namespace)

@@ -29,11 +29,12 @@ _KEY_DIGITS = 64
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """A pinned prefix, for people: whose it is, and when it was pinned in Unix ns. ``n_bytes`` are
-    those on disk of all its blocks.
+    """A pinned prefix, for people: whose it is, and when it was pinned in Unix ns. ``key`` is that
+    of its last block in hex digits, ``n_bytes`` are those on disk of all its blocks.
     """
 
     id: str
+    key: str
     name: str
     n_tokens: int
     n_bytes: int
@@ -230,7 +231,9 @@ def listed(rows: Rows) -> list[PinnedPrefix]:
     for key in sorted(ends(rows), key=lambda key: when[key]):
         record, prefix = rows.record(key), told(rows, key)
         name = names.get(record.root, "") if record else ""
-        found.append(PinnedPrefix(prefix.id, name, prefix.n_tokens, prefix.n_bytes, when[key]))
+        found.append(
+            PinnedPrefix(prefix.id, key.hex(), name, prefix.n_tokens, prefix.n_bytes, when[key])
+        )
     return found
 
 
