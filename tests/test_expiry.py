@@ -228,12 +228,15 @@ def test_a_request_says_when_its_prompt_is_to_be_forgotten(
     """A client could not keep its prompts from staying on somebody's disk."""
     monkeypatch.setattr(writer, "_SWEEP_SECONDS", 0.1)
     with Local(model, tmp_path) as server:
+        # One prompt is served alone, the other in a batch.
         assert server.chat(TEXT, cache_ttl=1, seed=1).n_cached == 0
+        assert server.chat("batched " + TEXT, cache_ttl=1).n_cached < 20
         kept = "other " + TEXT
         assert server.chat(kept, cache_ttl="30m").n_cached < 20
         server.cache.flush()
         time.sleep(1.1)
         assert server.chat(TEXT, cache_ttl=1, seed=1).n_cached < 20
+        assert server.chat("batched " + TEXT, cache_ttl=1).n_cached < 20
         assert server.chat(kept).n_cached > 500
         server.cache.flush()
         until(lambda: server.cache.stats().expired > 0)
