@@ -67,13 +67,15 @@ def recurrent(n: int) -> Layers:
 
 
 def gated_delta(
-    keys: int, values: int, width: int, kernel: int, dtype: str = "bfloat16"
+    keys: tuple[int, int], values: tuple[int, int], kernel: int, dtype: str = "bfloat16"
 ) -> tuple[TensorSpec, ...]:
-    """State of a gated delta net: what its convolution has yet to see, and a matrix a head."""
-    convolved = (2 * keys + values) * width
+    """State of a gated delta net: what its convolution has yet to see, and a matrix for each head
+    of values. ``keys`` and ``values`` are heads and their width.
+    """
+    convolved = 2 * keys[0] * keys[1] + values[0] * values[1]
     return (
         TensorSpec(dtype, (1, kernel - 1, convolved)),
-        TensorSpec("float32", (1, values, width, width)),
+        TensorSpec("float32", (1, *values, keys[1])),
     )
 
 
@@ -100,7 +102,7 @@ MODELS = (
     Model(
         "Qwen3-Next-80B-A3B",
         attention(12, 2, 256) + recurrent(36),
-        gated_delta(keys=16, values=32, width=128, kernel=4) * 36,
+        gated_delta(keys=(16, 128), values=(32, 128), kernel=4) * 36,
     ),
 )
 
