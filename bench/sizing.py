@@ -164,20 +164,17 @@ def _layers(model: Model) -> str:
     return " + ".join(f"{n} {kind}" for kind, n in kinds.items())
 
 
-def _mib(n_bytes: float) -> str:
-    return f"{n_bytes / 2**20:.1f} MiB" if n_bytes else ""
-
-
 def _row(model: Model) -> str:
     prompt = a_prompt(model, PROMPT_TOKENS)
     tokens = DISK_BYTES / (prompt.encoded / PROMPT_TOKENS)
+    snapshot = a_snapshot(model).raw
     cells = (
         model.name,
         _layers(model),
-        f"{a_token(model).raw / 1024:.1f} KiB",
-        _mib(a_snapshot(model).raw),
-        f"{prompt.raw / 2**30:.2f} GiB",
-        f"{prompt.encoded / 2**30:.2f} GiB",
+        f"{a_token(model).raw / 2**10:.1f}",
+        f"{snapshot / 2**20:.1f}" if snapshot else "",
+        f"{prompt.raw / 2**30:.2f}",
+        f"{prompt.encoded / 2**30:.2f}",
         f"{round(tokens, -3):,.0f}",
     )
     return f"| {' | '.join(cells)} |"
@@ -186,8 +183,8 @@ def _row(model: Model) -> str:
 def table() -> str:
     """The table, in Markdown."""
     head = (
-        "| model | layers | a token | a snapshot | 32k tokens, memory | 32k tokens, disk "
-        "| tokens in 16 GiB of disk |"
+        "| model | layers | a token, KiB | a snapshot, MiB | 32k tokens in memory, GiB "
+        "| on disk, GiB | tokens in 16 GiB of disk |"
     )
     return "\n".join([head, "|---|---|---|---|---|---|---|", *map(_row, MODELS)])
 

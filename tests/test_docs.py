@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import plistlib
 import re
 import shutil
@@ -44,6 +45,36 @@ def test_every_flag_of_the_cache_is_documented_and_no_other() -> None:
     """Operators would not find a flag, or be told of one that the server refuses."""
     table = read("docs/operations.md").partition("## Flags")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(--[a-z-]+)", table, re.MULTILINE)) == flags_of_the_cache()
+
+
+# ---- log lines
+
+
+def strings_of_the_package() -> list[str]:
+    """All string constants of the sources, those of f-strings and adjacent ones as one."""
+    found: list[str] = []
+    for path in (ROOT / "tieredkv").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        found += [
+            n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        ]
+    return found
+
+
+def logged() -> set[str]:
+    """What the table of log lines quotes, taken apart where the server puts it together."""
+    table = read("docs/operations.md").partition("## What the log says")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    parts = {part for text in quoted for part in re.split(r"…|\b[NXY]\b|: | \(|\)", text)}
+    return {part.strip(" ;,.") for part in parts} - {""}
+
+
+def test_lines_of_the_log_are_what_the_server_says() -> None:
+    """Who searches the page for what a server logged would find nothing."""
+    said = "\n".join(strings_of_the_package())
+    assert len(logged()) > 20
+    assert sorted(part for part in logged() if part not in said) == []
 
 
 # ---- sizes
