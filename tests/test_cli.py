@@ -119,6 +119,8 @@ def test_the_public_names_are_these() -> None:
         "Config",
         "Hit",
         "Namespace",
+        "PinRefused",
+        "Pinned",
         "Problem",
         "Quantization",
         "SaltedPrompt",

@@ -8,9 +8,15 @@ from typing import Any, NoReturn
 
 from mlx_lm import server as upstream
 
-from tieredkv.core import COLD_ADMIT, COLD_QUANTIZE, default_cold_dir
+from tieredkv.core import (
+    COLD_ADMIT,
+    COLD_QUANTIZE,
+    DEFAULT_COLD_DIR,
+    PIN_SHARE,
+    default_cold_dir,
+)
 from tieredkv.patch import in_upstream
-from tieredkv.units import size
+from tieredkv.units import duration, share, size
 
 # Share of the machine's memory that the hot tier may take if no cap is given.
 HOT_SHARE = 8
@@ -62,8 +68,8 @@ def parser() -> argparse.ArgumentParser:
         default=str(default_cold_dir()),
         metavar="DIR",
         help="Directory of cached prompts on disk, on a local disk, shared by all servers that "
-        "are given it; 'none' keeps them in memory only (default: %(default)s). Prompts are "
-        "readable by whoever can read it.",
+        "are given it; 'none' keeps them in memory only "
+        f"(default: {DEFAULT_COLD_DIR}). Prompts are readable by whoever can read it.",
     )
     group.add_argument(
         "--prefill-checkpoint",
@@ -101,6 +107,21 @@ def parser() -> argparse.ArgumentParser:
         help="Cap on the file that holds them (default: 16GiB)",
     )
     group.add_argument(
+        "--prompt-cache-ttl",
+        type=duration,
+        metavar="TIME",
+        help="Forget prompts that were not used for this long: 90s, 45m, 12h, 30d; requests may "
+        "say so for themselves with a field cache_ttl (default: only when there is no room)",
+    )
+    group.add_argument(
+        "--pin-share",
+        type=share,
+        default=PIN_SHARE,
+        metavar="SHARE",
+        help="The most of --prompt-cache-disk-bytes that pinned prompts may take "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
         "--cold-admit",
         choices=COLD_ADMIT,
         default="all",
@@ -114,6 +135,13 @@ def parser() -> argparse.ArgumentParser:
         help="q8 keeps them in 8 bits a value on disk. LOSSY: answers after a hit on disk may "
         "differ from those without a cache. Servers with and without it find nothing of each "
         "other's (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cache-api",
+        choices=("local", "anywhere", "off"),
+        default="local",
+        help="Who may use /metrics, /cache and /v1/cache/…: programs on this machine and the "
+        "server's own page, everybody who reaches the port, or nobody (default: %(default)s)",
     )
     return p
 

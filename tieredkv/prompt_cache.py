@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -24,28 +25,39 @@ from typing import Any, SupportsIndex, overload
 import mlx.core as mx
 import numpy as np
 
-from tieredkv import keys, layout, policy
+from tieredkv import keys, layout, matching, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
+    PIN_SHARE,
     Block,
     BlockKey,
     Chain,
     Config,
+    FetchReport,
     Hit,
+    Keeping,
     Match,
     Namespace,
+    Pinned,
+    Place,
     Problem,
     Quantization,
     Refused,
+    StoreDetails,
     StoreStats,
     TensorSpec,
     Tokens,
 )
+from tieredkv.explain import AMBIGUOUS, CHANGED, UNREADABLE, Explanation, Wanted, missed
 from tieredkv.identity import Fingerprints, IdentityChanged
+from tieredkv.inquiry import Form, Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
+from tieredkv.tiers import pins, pruning
+from tieredkv.tiers.pruning import Criteria, Pruned
+from tieredkv.tiers.tree import PrefixUsage, Ranking
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -58,12 +70,19 @@ _COPIES = 2
 # What was evicted or found damaged after a match isn't matched again.
 _TRIES = 2
 
+# How long who pins or prunes waits for what is to be written before.
+_DRAIN_SECONDS = 60.0
 
-def _host() -> str:
+# Seconds; what is kept for longer is kept for so long. A row has room for no more than 64 bits.
+_LONGEST_TTL = 1e9
+
+
+def host_of(quantization: Quantization | None) -> str:
     """What computes the state: other kernels may round otherwise, so they never share it."""
     device = str(mx.default_device().type).rpartition(".")[2]
     kind = mx.device_info().get("architecture", "")
-    return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    host = f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    return f"{host}, {quantization}" if quantization else host
 
 
 def _recommended_bytes() -> int | None:
@@ -74,14 +93,21 @@ def _recommended_bytes() -> int | None:
 
 
 class SaltedPrompt(list[int]):
-    """A prompt of one tenant among others: token ids, and what its state is kept apart by.
+    """A prompt of one tenant among others: token ids, what its state is kept apart by, and how many
+    seconds after its last use it expires; None for the cache's own ``ttl``.
 
-    Slices are salted too, so that what a host cuts out and appends to stays that tenant's.
+    Slices have both too, so that what a host cuts out and appends to stays that tenant's.
     """
 
-    def __init__(self, tokens: Iterable[int] = (), salt: bytes = b"") -> None:
+    def __init__(
+        self, tokens: Iterable[int] = (), salt: bytes = b"", ttl: float | None = None
+    ) -> None:
+        """Raises ValueError if ``ttl`` is no number of seconds above 0."""
+        if ttl is not None and not 0 < ttl < math.inf:
+            raise ValueError("ttl must be a number of seconds, more than 0")
         super().__init__(tokens)
         self.salt = salt
+        self.ttl = ttl
 
     @overload
     def __getitem__(self, i: SupportsIndex) -> int: ...
@@ -91,7 +117,7 @@ class SaltedPrompt(list[int]):
 
     def __getitem__(self, i: SupportsIndex | slice) -> int | SaltedPrompt:
         found = super().__getitem__(i)
-        return SaltedPrompt(found, self.salt) if isinstance(found, list) else found
+        return SaltedPrompt(found, self.salt, self.ttl) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +159,8 @@ class TieredPromptCache:
         reserve_bytes: int = 0,
         cold_quantize: str = "none",
         cold_admit: str = "all",
+        ttl: float | None = None,
+        pin_share: float = PIN_SHARE,
     ) -> None:
         """Open the tiers.
 
@@ -161,6 +189,10 @@ class TieredPromptCache:
                 and not equal. Caches share blocks only if they agree on it.
             cold_admit: "all", or "reused" to write only what comes back: fewer writes, but a prompt
                 that nothing has used yet is lost with the process.
+            ttl: seconds after its last use that a prompt is found, if a `SaltedPrompt` doesn't say
+                otherwise; None for as long as there is room. Shared prefixes live as long as any
+                prompt that has them.
+            pin_share: the most of cold_bytes that pinned prompts may take.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense.
@@ -177,13 +209,17 @@ class TieredPromptCache:
                 reserve_bytes,
                 cold_quantize,
                 cold_admit,
+                ttl,
+                pin_share,
             )
         )
-        self._host = f"{_host()}, {quantization}" if quantization else _host()
+        self._host = host_of(quantization)
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
+        self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
+        self._ranking = Ranking(self._store.cold.consult)
         self._chains = keys.Chains()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
@@ -205,7 +241,9 @@ class TieredPromptCache:
         """
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
-            caches, n = self._fetch(model, ids, _tenant(tokens))
+            self._last_fetch = FetchReport(len(ids))
+            self._store.expire()
+            caches, n = self._fetch(model, ids, _tenant(tokens), self._expiry(tokens))
             return caches, ids[n:].tolist()
         self._miss("fault")
         return None, list(tokens) if isinstance(tokens, list | tuple) else []
@@ -226,6 +264,7 @@ class TieredPromptCache:
         if not self._store.config.hot_bytes or not self._close.alive:
             return
         with self._lock, self._contained("insert"):
+            self._store.expire()
             self._insert(model, tokens, prompt_cache, cache_type)
             return
         self._store.lose("fault")
@@ -292,9 +331,62 @@ class TieredPromptCache:
         mx.clear_cache()
         return freed >= over
 
+    @property
+    def directory(self) -> Path | None:
+        """Where the cold tier is; None if there is none."""
+        return self._store.config.cold_dir if self._store.cold.cap_bytes else None
+
+    @property
+    def last_fetch(self) -> FetchReport:
+        """What the last `fetch_nearest_cache` found. On the thread that fetches: others may have
+        fetched something else meanwhile.
+        """
+        return self._last_fetch
+
+    def explain(self, model: Hashable, tokens: Sequence[int]) -> Explanation:
+        """Why ``tokens`` would hit as far as they would if they were fetched now, or why they
+        would miss. Reads no state, changes and counts nothing.
+
+        Raises:
+            TypeError, ValueError, OverflowError: ``tokens`` are not token ids.
+        """
+        ids = keys.as_tokens(tokens)
+        if not self._close.alive:
+            return missed(UNREADABLE, "the cache is closed", len(ids))
+        with self._lock:
+            try:
+                base = self._base(model, _tenant(tokens))
+            except (IdentityChanged, OSError, ValueError) as e:
+                return missed(CHANGED, str(e), len(ids))
+            shape = self._layouts.get(_unsalted(base))
+        shapes = [shape] if shape else self._stored_layouts(base)
+        if len(shapes) > 1:
+            why = "several layouts are stored for this model, and which is its own isn't known yet"
+            return missed(AMBIGUOUS, why, len(ids))
+        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        inquiry = Inquiry(
+            self._store.hot,
+            self._store.cold,
+            self._store.config.cold_dir,
+            self._quantization,
+            self._store.pace.is_faster_read,
+        )
+        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
+
+    def prefixes(self, n: int) -> list[PrefixUsage]:
+        """The ``n`` prefixes in the cold tier that most requests found, the first the most.
+
+        Reads the whole index, so of a large store it is what was found up to a few minutes ago.
+        """
+        return self._ranking.first(n)
+
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
         return self._store.stats()
+
+    def details(self) -> StoreDetails:
+        """A reading of what `stats` has no room for: distributions, and the last faults."""
+        return self._store.details()
 
     def check(self) -> list[Problem]:
         """Faults in the tiers' books; an empty list if all is well. Reads the whole index."""
@@ -307,8 +399,69 @@ class TieredPromptCache:
         """
         done = self._store.flush(timeout)
         with self._lock:
-            self._store.hot.reap()
+            self._store.expire()
         return done
+
+    def pin(self, model: Hashable, tokens: Sequence[int]) -> Pinned:
+        """Protect the longest stored prefix of ``tokens`` from eviction, expiry and pruning, in all
+        processes and for good, once what waits to be written is. In memory it may still give way.
+
+        Any thread; waits for the disk.
+
+        Raises:
+            PinRefused: nothing of it is stored on disk, pins would take more than their share, or
+                there is no cold tier.
+            ColdTierUnavailable: the cold tier can't be written.
+        """
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.pin(self._places(model, tokens))
+
+    def unpin(self, model: Hashable, tokens: Sequence[int]) -> Pinned:
+        """Protect the longest pinned prefix of ``tokens`` no longer. Any thread.
+
+        Raises:
+            PinRefused: nothing of it is pinned, or there is no cold tier.
+            ColdTierUnavailable: the cold tier can't be written.
+        """
+        return self._store.unpin(self._places(model, tokens))
+
+    def pin_id(self, prefix_id: str) -> Pinned:
+        """`pin` by the id of the prefix: the first 6 hex digits or more of its last block's key."""
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.cold.pin_id(prefix_id)
+
+    def unpin_id(self, prefix_id: str) -> Pinned:
+        """`unpin` by the id of the prefix."""
+        return self._store.cold.unpin_id(prefix_id)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes on disk that pinned prefixes take. Reads the index record of each of their blocks;
+        nothing else waits meanwhile.
+        """
+        return self._store.cold.pinned_bytes
+
+    def keeping(self, ids: Sequence[str]) -> dict[str, Keeping]:
+        """How long the prefixes with these ids stay on disk. Any thread."""
+        found = self._store.cold.consult(lambda rows: pins.keeping(rows, ids))
+        return dict.fromkeys(ids, Keeping()) | (found or {})
+
+    def would_prune(self, criteria: Criteria) -> Pruned:
+        """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
+        plan = self._store.cold.consult(lambda rows: pruning.plan(rows, criteria))
+        victims = list(plan.until(criteria.to_bytes)) if plan else []
+        return Pruned(len(victims), sum(victim.blob_bytes for victim in victims))
+
+    def prune(self, criteria: Criteria) -> Pruned:
+        """Delete from both tiers what ``criteria`` mean, once what waits to be written is: see
+        `TieredStore.prune`. Any thread; prompts are served meanwhile, and those that come may be
+        stored.
+
+        Raises:
+            ColdTierUnavailable: the cold tier can't be read or written.
+        """
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.prune(criteria, self._lock)
 
     def close(self) -> None:
         """Write what is queued, for at most ten seconds, and release everything. Idempotent."""
@@ -323,9 +476,10 @@ class TieredPromptCache:
     # ---- the two paths
 
     def _fetch(
-        self, model: Hashable, tokens: Tokens, tenant: bytes
+        self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
+        before = self._store.promote_seconds
         found = self._known_namespace(model, tenant)
         if found is None:
             return None, 0
@@ -333,20 +487,26 @@ class TieredPromptCache:
         chain = self._chain(namespace, tokens[:-1])
         self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
         if self._quantization is None:
-            hit = self._load(chain, shape)
+            hit = self._load(chain, shape, expires)
         else:
-            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
+            how = self._quantization
+            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], how, expires)
+        promote_seconds = self._store.promote_seconds - before
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
-            return self._miss("absent")
+            self._miss("absent", promote_seconds)
+            return None, 0
         caches = layout.restore(shape, hit, len(tokens), self._copiers)
         self._note_fetch(namespace, tokens, hit.n_tokens)
-        self._store.counters.add("hits")
+        self._last_fetch = FetchReport(len(tokens), hit.n_hot, hit.n_cold, promote_seconds)
+        root = keys.namespace_key(namespace)
+        self._store.pace.spared(root, hit.n_tokens, promote_seconds)
+        self._store.counters.add("hits", label="cold" if hit.n_cold else "hot")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return caches, hit.n_tokens
 
-    def _load(self, chain: Chain, shape: Layout) -> Hit | None:
+    def _load(self, chain: Chain, shape: Layout, expires: int) -> Hit | None:
         for _ in range(_TRIES):
             if shape.is_sliced:
                 match = self._store.match(chain)
@@ -354,22 +514,26 @@ class TieredPromptCache:
                 match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
-                match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
-            hit = self._store.load(chain, match)
+                match = matching.only_hot(match, chain) if shape.is_sliced else Match()
+            hit = self._store.load(chain, match, expires)
             if hit is None or layout.fits(shape, hit):
                 return hit
         return None
 
     def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
         """Whether what a match would promote is faster read than computed."""
-        n_cold = match.n_tokens - min(match.n_hot * chain.block_tokens, match.n_tokens)
+        n_cold, n_whole = matching.cold_tokens(match, chain)
         if not n_cold:
             return True
-        whole = -(-n_cold // chain.block_tokens) * chain.block_tokens
-        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(whole))
+        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(n_whole))
 
     def _load_at_step(
-        self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization
+        self,
+        namespace: Namespace,
+        plain: Layout,
+        tokens: Tokens,
+        how: Quantization,
+        expires: int,
     ) -> tuple[Layout, Hit | None]:
         """The longest hit that ends where a step of the prefill would, in the form that the state
         would have there.
@@ -380,7 +544,7 @@ class TieredPromptCache:
             form = replace(namespace, layout=shape.to_json())
             n = min(most, len(tokens)) // how.step * how.step
             while n >= least:
-                hit = self._load(self._chain(form, tokens[:n]), shape)
+                hit = self._load(self._chain(form, tokens[:n]), shape, expires)
                 found = hit.n_tokens if hit else 0
                 if found == n:
                     return shape, hit
@@ -420,10 +584,11 @@ class TieredPromptCache:
         if not quantized:
             self._layouts[_unsalted(base)] = shape
         self._store.register(namespace)
-        blocks = self._captured(chain, lacking, shape, caches)
-        self._store.put(chain, blocks, kind)
+        expires = self._expiry(tokens)
+        blocks = self._captured(chain, lacking, shape, caches, expires)
+        self._store.put(chain, blocks, kind, expires)
         if shape.window:
-            self._put_windows(chain, shape, caches, kind)
+            self._put_windows(chain, shape, caches, kind, expires)
         self._store.counters.add("inserts")
 
     def _quantized(self, shape: Layout) -> bool:
@@ -461,7 +626,7 @@ class TieredPromptCache:
         return not (shape.window and chain.ends_at_block) or layout.is_rotated(caches)
 
     def _captured(
-        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any]
+        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any], expires: int
     ) -> list[Block]:
         """New blocks of the chain, and its snapshot if it needs one, as far as there is room."""
         plan = SnapshotPlan(caches)
@@ -480,11 +645,14 @@ class TieredPromptCache:
                 spec,
                 t,
                 0 if chain.tokens_of(i) else _grade(chain, shape, spec),
+                expires,
             )
             for i, spec, t in zip(wanted, specs, tensors, strict=False)
         ]
 
-    def _put_windows(self, chain: Chain, shape: Layout, caches: list[Any], kind: str) -> None:
+    def _put_windows(
+        self, chain: Chain, shape: Layout, caches: list[Any], kind: str, expires: int
+    ) -> None:
         """Store windows at the blocks of ``chain`` of which the rings still have the rows."""
         size = chain.block_tokens
         specs = shape.window_specs(size)
@@ -509,10 +677,11 @@ class TieredPromptCache:
                 specs,
                 t,
                 grades[i // every],
+                expires,
             )
             for i, t in zip(wanted, tensors, strict=True)
         ]
-        self._store.put_windows(chain, windows, kind)
+        self._store.put_windows(chain, windows, kind, n_windows=every, expires=expires)
 
     # ---- names
 
@@ -558,17 +727,51 @@ class TieredPromptCache:
         try:
             base = self._base(model, tenant)
         except IdentityChanged as e:
-            if self._store.counters.add("misses", label="identity") == 1:
+            self._store.faults.note("identity", str(e))
+            if self._miss("identity") == 1:
                 _LOG.warning("tieredkv: %s; its prompts are misses until it is loaded again", e)
             return None
         shape = self._layouts.get(_unsalted(base))
         if shape is None:
-            stored = self._store.cold.layouts(keys.base_key(base))
+            stored = self._stored_layouts(base)
             if len(stored) != 1:
                 self._miss("ambiguous" if stored else "absent")
                 return None
-            shape = Layout.from_json(stored[0])
+            shape = stored[0]
         return replace(base, layout=shape.to_json()), shape
+
+    def _stored_layouts(self, base: Namespace) -> list[Layout]:
+        """Those that the cold tier has for a model."""
+        return [*map(Layout.from_json, self._store.cold.layouts(keys.base_key(base)))]
+
+    def _places(self, model: Hashable, tokens: Sequence[int]) -> list[Place]:
+        """Where the state of a prompt may be stored."""
+        with self._lock:
+            ids = keys.as_tokens(tokens)
+            try:
+                base = self._base(model, _tenant(tokens))
+            except IdentityChanged:
+                return []
+            known = self._layouts.get(_unsalted(base))
+            stored = [known.to_json()] if known else self._store.cold.layouts(keys.base_key(base))
+            shapes = [Layout.from_json(text) for text in stored]
+            if self._quantization is not None:
+                how = self._quantization
+                shapes += [s.quantized(how.group_size, how.bits) for s in shapes if known]
+            return [
+                Place(
+                    self._chain(replace(base, layout=shape.to_json()), ids),
+                    None if shape.is_sliced else shape.n_windows(base.block_tokens),
+                )
+                for shape in shapes
+            ]
+
+    def _expiry(self, tokens: Sequence[int]) -> int:
+        """When a prompt that is used now expires, in Unix ns; 0 for never."""
+        ttl = tokens.ttl if isinstance(tokens, SaltedPrompt) else None
+        if ttl is None:
+            ttl = self._store.config.ttl
+        return 0 if ttl is None else time.time_ns() + int(min(ttl, _LONGEST_TTL) * 1e9)
 
     def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
         root = keys.namespace_key(namespace)
@@ -576,11 +779,13 @@ class TieredPromptCache:
 
     # ---- faults
 
-    def _miss(self, reason: str) -> tuple[None, int]:
-        self._store.counters.add("misses", label=reason)
-        return None, 0
+    def _miss(self, reason: str, promote_seconds: float = 0.0) -> int:
+        """Count a miss; how many of the kind there were."""
+        self._last_fetch = FetchReport(self._n_prompt, promote_seconds=promote_seconds, miss=reason)
+        return self._store.counters.add("misses", label=reason)
 
     def _refuse(self, refusal: Refused) -> None:
+        self._store.faults.note("refused", str(refusal))
         if self._store.counters.add("refused", label=refusal.reason) == 1:
             _LOG.warning("tieredkv: not stored: %s; only counted from here on", refusal)
 
@@ -589,7 +794,8 @@ class TieredPromptCache:
         """The one place where any fault ends: told, counted, and a miss."""
         try:
             yield
-        except Exception:  # noqa: BLE001 - the boundary: an exception here would kill the host
+        except Exception as e:  # noqa: BLE001 - the boundary: one here would kill the host
+            self._store.faults.note(what, f"{what} failed: {type(e).__name__}: {e}")
             if self._store.counters.add("faults", label=what) == 1:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what

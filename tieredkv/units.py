@@ -44,6 +44,21 @@ def duration(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1, as text.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a share like 0.5, from 0 to 1")
+    return value
+
+
 def bytes_text(n: float) -> str:
     """A number of bytes for people, in powers of 1000."""
     for unit in ("B", "KB", "MB", "GB"):
@@ -51,3 +66,13 @@ def bytes_text(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.1f} TB"
+
+
+def age_text(seconds: float) -> str:
+    """How long ago something was, for people: "just now", "45s ago", "3h ago", "12d ago"."""
+    if seconds < 10:
+        return "just now"
+    for unit, factor in (("w", 14 * 86400), ("d", 2 * 86400), ("h", 2 * 3600), ("m", 2 * 60)):
+        if seconds >= factor:
+            return f"{seconds // _SECONDS[unit]:.0f}{unit} ago"
+    return f"{seconds:.0f}s ago"
