@@ -205,7 +205,7 @@ def targets() -> set[str]:
 
 @pytest.mark.parametrize(
     "name",
-    ["README.md", "docs/contributing.md", "docs/quickstart.md", ".github/pull_request_template.md"],
+    ["README.md", "docs/contributing.md", ".github/pull_request_template.md"],
 )
 def test_targets_of_make_that_are_named_are_there(name: str) -> None:
     """Who follows the page would be stopped by make."""
