@@ -8,9 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 import yaml
@@ -50,31 +50,55 @@ def test_every_flag_of_the_cache_is_documented_and_no_other() -> None:
 # ---- log lines
 
 
-def strings_of_the_package() -> list[str]:
-    """All string constants of the sources, those of f-strings and adjacent ones as one."""
-    found: list[str] = []
+def parsed() -> Iterator[ast.AST]:
+    """Every node of the package's sources."""
     for path in (ROOT / "tieredkv").rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        found += [
-            n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)
-        ]
-    return found
+        yield from ast.walk(ast.parse(path.read_text(encoding="utf-8")))
 
 
-def logged() -> set[str]:
-    """What the table of log lines quotes, taken apart where the server puts it together."""
-    table = read("docs/operations.md").partition("## What the log says")[2].partition("\n## ")[0]
-    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
-    parts = {part for text in quoted for part in re.split(r"…|\b[NXY]\b|: | \(|\)", text)}
-    return {part.strip(" ;,.") for part in parts} - {""}
+def constants(nodes: Iterable[ast.AST]) -> list[str]:
+    """String constants, those of f-strings and adjacent ones as one."""
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
-def test_lines_of_the_log_are_what_the_server_says() -> None:
+def is_logged(node: ast.AST) -> TypeGuard[ast.Call]:
+    """Whether it logs something that an operator should look at."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "_LOG"
+        and node.func.attr in ("warning", "error", "exception")
+    )
+
+
+def pieces(text: str) -> list[str]:
+    """What a format always says, in pieces that are long enough to be searched for."""
+    found = re.split(r"%[.0-9]*[a-z]|[:;,] ", text)
+    return [piece for part in found if len(piece := part.strip(" ;,()")) > 12]
+
+
+def table_of_the_log() -> str:
+    return read("docs/operations.md").partition("## What the log says")[2].partition("\n## ")[0]
+
+
+def test_what_the_page_says_is_logged_is_what_the_server_says() -> None:
     """Who searches the page for what a server logged would find nothing."""
-    said = "\n".join(strings_of_the_package())
-    assert len(logged()) > 20
-    assert sorted(part for part in logged() if part not in said) == []
+    cells = re.findall(r"^\| (`.*?) \|", table_of_the_log(), re.MULTILINE)
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    # Taken apart where the server puts them together.
+    parts = {part for text in quoted for part in re.split(r"…|\b[NXY]\b|: | \(|\)", text)}
+    words = {part.strip(" ;,.") for part in parts} - {""}
+    said = "\n".join(constants(parsed()))
+    assert len(words) > 20
+    assert sorted(part for part in words if part not in said) == []
+
+
+def test_what_the_server_warns_of_is_on_the_page() -> None:
+    """An operator would see a warning, and nothing about what to do."""
+    formats = [text for node in parsed() if is_logged(node) for text in constants(node.args[:1])]
+    assert len(formats) > 10
+    table = table_of_the_log()
+    assert [text for text in formats if not any(p in table for p in pieces(text))] == []
 
 
 # ---- sizes
