@@ -7,5 +7,5 @@ from typing import Any
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """In tables a `|` of code has to be written `\\|`; GitHub drops the backslash, mkdocs doesn't."""
+    """In tables a `|` of code is written `\\|`: GitHub drops the backslash, mkdocs keeps it."""
     return re.sub(r"<code>[^<]*</code>", lambda code: code[0].replace(r"\|", "|"), html)
