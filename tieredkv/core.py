@@ -666,13 +666,13 @@ class Codec(Protocol):
         """
 
 
+# Where `default_cold_dir` is, for people: the same text on every machine.
+DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
+
+
 def later(a: int, b: int) -> int:
     """The later of two expiries: 0 is never."""
     return max(a, b) if a and b else 0
-
-
-# Where `default_cold_dir` is, for people: the same text on every machine.
-DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
 
 
 def default_cold_dir() -> Path:

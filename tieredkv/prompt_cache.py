@@ -351,27 +351,9 @@ class TieredPromptCache:
             TypeError, ValueError, OverflowError: ``tokens`` are not token ids.
         """
         ids = keys.as_tokens(tokens)
-        if not self._close.alive:
-            return missed(UNREADABLE, "the cache is closed", len(ids))
-        with self._lock:
-            try:
-                base = self._base(model, _tenant(tokens))
-            except (IdentityChanged, OSError, ValueError) as e:
-                return missed(CHANGED, str(e), len(ids))
-            shape = self._layouts.get(_unsalted(base))
-        shapes = [shape] if shape else self._stored_layouts(base)
-        if len(shapes) > 1:
-            why = "several layouts are stored for this model, and which is its own isn't known yet"
-            return missed(AMBIGUOUS, why, len(ids))
-        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
-        inquiry = Inquiry(
-            self._store.hot,
-            self._store.cold,
-            self._store.config.cold_dir,
-            self._quantization,
-            self._store.pace.is_faster_read,
-        )
-        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
+        with self._contained("explain"):
+            return self._explain(model, ids, _tenant(tokens))
+        return missed(UNREADABLE, "a fault that the log tells of", len(ids))
 
     def prefixes(self, n: int) -> list[PrefixUsage]:
         """The ``n`` prefixes in the cold tier that most requests found, the first the most.
@@ -550,6 +532,29 @@ class TieredPromptCache:
                     return shape, hit
                 n = found // how.step * how.step
         return plain, None
+
+    def _explain(self, model: Hashable, ids: Tokens, tenant: bytes) -> Explanation:
+        if not self._close.alive:
+            return missed(UNREADABLE, "the cache is closed", len(ids))
+        with self._lock:
+            try:
+                base = self._base(model, tenant)
+            except (IdentityChanged, OSError, ValueError) as e:
+                return missed(CHANGED, str(e), len(ids))
+            shape = self._layouts.get(_unsalted(base))
+        shapes = [shape] if shape else self._stored_layouts(base)
+        if len(shapes) > 1:
+            why = "several layouts are stored for this model, and which is its own isn't known yet"
+            return missed(AMBIGUOUS, why, len(ids))
+        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        inquiry = Inquiry(
+            self._store.hot,
+            self._store.cold,
+            self._store.config.cold_dir,
+            self._quantization,
+            self._store.pace.is_faster_read,
+        )
+        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
 
     def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
         try:
