@@ -307,6 +307,7 @@ def test_hostile_text_is_shown_as_text(loaded: Local, visit: Open) -> None:
         ("ago(1000, 1090)", "1 min ago"),
         ("ahead(null, 1000)", "never"),
         ("ahead(999, 1000)", "expired"),
+        ("ahead(44199, 1000)", "in 12 h"),
         ("milliseconds(70060.2)", "70,060"),
         ("milliseconds(0.2)", "<1"),
         ("milliseconds(null)", "\N{EN DASH}"),

@@ -55,11 +55,11 @@ export function duration(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-/** Seconds as "5 s", "12 min", "3 h" or "10 d": the largest unit, and no more than there are. */
-export function about(seconds) {
+/** Seconds as "5 s", "12 min", "3 h" or "10 d": of the largest unit as many as `round` gives. */
+export function about(seconds, round = Math.floor) {
   const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
-  const [unit, size] = units.find(([, n]) => seconds >= n) ?? units.at(-1);
-  return `${Math.floor(seconds / size)} ${unit}`;
+  const [unit, size] = units.find(([, n]) => round(seconds / n) >= 1) ?? units.at(-1);
+  return `${round(seconds / size)} ${unit}`;
 }
 
 /** How long ago, at the time `now`, something was. */
@@ -71,7 +71,7 @@ export function ago(time, now) {
 /** How long from `now` something will be. */
 export function ahead(time, now) {
   if (!time) return "never";
-  return time <= now ? "expired" : `in ${about(time - now)}`;
+  return time <= now ? "expired" : `in ${about(time - now, Math.round)}`;
 }
 
 /** Milliseconds without their unit: columns of them are compared. */

@@ -66,7 +66,9 @@ export function prefixRow(toggle) {
     setValue(cells.bytes, format.bytes(prefix.bytes), `${format.exact(prefix.bytes)} bytes`);
     setValue(cells.uses, format.count(prefix.uses), format.exact(prefix.uses));
     setValue(cells.used, format.ago(prefix.last_use, now), format.moment(prefix.last_use));
-    setValue(cells.expires, format.ahead(prefix.expires, now), format.moment(prefix.expires));
+    // A pin holds it whatever its time is.
+    const expires = prefix.pinned ? null : prefix.expires;
+    setValue(cells.expires, format.ahead(expires, now), format.moment(expires));
     setText(state, prefix.pinned ? "pinned" : "");
     setText(button, prefix.pinned ? "Unpin" : "Pin");
     button.setAttribute("aria-label", `${prefix.pinned ? "Unpin" : "Pin"} prefix ${prefix.id}`);
