@@ -437,16 +437,6 @@ class Pinned:
     n_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """How long a prefix stays: until it is unpinned, or until it ``expires``, in Unix ns; 0 for
-    never.
-    """
-
-    is_pinned: bool = False
-    expires: int = 0
-
-
 @runtime_checkable
 class Tier(Protocol):
     """Where blocks live. One contract, one test suite, for every implementation.

@@ -36,7 +36,6 @@ from tieredkv.core import (
     Config,
     FetchReport,
     Hit,
-    Keeping,
     Match,
     Namespace,
     Pinned,
@@ -423,10 +422,9 @@ class TieredPromptCache:
         """
         return self._store.cold.pinned_bytes
 
-    def keeping(self, ids: Sequence[str]) -> dict[str, Keeping]:
-        """How long the prefixes with these ids stay on disk. Any thread."""
-        found = self._store.cold.consult(lambda rows: pins.keeping(rows, ids))
-        return dict.fromkeys(ids, Keeping()) | (found or {})
+    def pinned_among(self, ids: Sequence[str]) -> frozenset[str]:
+        """Those of these ids that can be unpinned. Any thread."""
+        return self._store.cold.consult(lambda rows: pins.among(rows, ids)) or frozenset()
 
     def would_prune(self, criteria: Criteria) -> Pruned:
         """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
