@@ -128,19 +128,40 @@ def test_who_says_nothing_keeps_what_others_would_forget(opened: Open, clock: Cl
     assert hit(cache, TOKENS) == (10 if cache.stats().cold.cap_bytes else 0)
 
 
-def test_a_prompt_that_an_expired_one_began_is_kept_on_disk(tmp_path: Path, clock: Clock) -> None:
-    """What is about to be deleted counts as there: what goes on from it would be lost with it."""
+@pytest.mark.parametrize("seconds", [0, 61])
+@pytest.mark.parametrize("n", [8, 10])
+def test_what_is_computed_again_is_kept_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int, seconds: float
+) -> None:
+    """What is there, but not for long, counts as there: what is put again would go with it."""
+    monkeypatch.setattr(writer, "_SWEEP_SECONDS", 1000)
+    clock = Clock(monkeypatch)
     with TieredPromptCache(tmp_path, block_tokens=4) as cache:
         insert(cache, TOKENS[:8], ttl=60)
         cache.flush()
         cache.trim_to(n_bytes=0)
-        clock.go_on(61)
-        insert(cache, TOKENS)
+        clock.go_on(seconds)
+        insert(cache, TOKENS[:n])
         assert cache.flush()
-        time.sleep(0.2)
+        clock.go_on(61)
+        cache._store.cold.expire(time.time_ns())
         cache.trim_to(n_bytes=0)
-        assert hit(cache, TOKENS) == 10
+        assert hit(cache, TOKENS[:n]) == n
         assert cache.check() == []
+
+
+def test_what_was_promoted_lives_in_memory_as_long_as_on_disk(tmp_path: Path, clock: Clock) -> None:
+    """Each hit would read from disk what memory had until a moment ago."""
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        insert(cache, TOKENS, ttl=60)
+        cache.flush()
+        cache.trim_to(n_bytes=0)
+        clock.go_on(40)
+        assert hit(cache, TOKENS, ttl=60) == 10
+        promotes = cache.stats().promotes
+        clock.go_on(40)
+        assert hit(cache, TOKENS, ttl=60) == 10
+        assert cache.stats().promotes == promotes > 0
 
 
 def test_windows_and_snapshots_expire_with_their_prompt(opened: Open, clock: Clock) -> None:
@@ -228,12 +249,15 @@ def test_a_request_says_when_its_prompt_is_to_be_forgotten(
     """A client could not keep its prompts from staying on somebody's disk."""
     monkeypatch.setattr(writer, "_SWEEP_SECONDS", 0.1)
     with Local(model, tmp_path) as server:
+        # One prompt is served alone, the other in a batch.
         assert server.chat(TEXT, cache_ttl=1, seed=1).n_cached == 0
+        assert server.chat("batched " + TEXT, cache_ttl=1).n_cached < 20
         kept = "other " + TEXT
         assert server.chat(kept, cache_ttl="30m").n_cached < 20
         server.cache.flush()
         time.sleep(1.1)
         assert server.chat(TEXT, cache_ttl=1, seed=1).n_cached < 20
+        assert server.chat("batched " + TEXT, cache_ttl=1).n_cached < 20
         assert server.chat(kept).n_cached > 500
         server.cache.flush()
         until(lambda: server.cache.stats().expired > 0)

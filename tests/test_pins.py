@@ -81,8 +81,12 @@ def test_after_unpin_it_is_a_leaf_like_others(tier: ColdTier) -> None:
 def test_a_pin_of_the_middle_of_a_chain_keeps_no_more(tier: ColdTier) -> None:
     """A pinned system prompt would keep every conversation that began with it."""
     tier.pin([Place(chain(range(8)))])
+    # Whole blocks take each other's place among the leaves.
+    whole = chain(range(50, 66))
+    tier.put(blocks_of(whole, N_BYTES))
+    tier.pin([Place(chain(range(50, 58)))])
     tier.trim_to(0)
-    assert there(tier, A) == [2]
+    assert there(tier, A, whole) == [2, 2]
     assert tier.check() == []
 
 

@@ -229,7 +229,8 @@ class TieredStore:
         if not self.cold.cap_bytes:
             return
         queued = self._queue_windows([*map(window_key, parents)], parents)
-        self._tell_expiry([b for b in extended if b.key not in queued])
+        again = windows[max(0, len(windows) - n_windows) :]
+        self._tell_expiry([b for b in (*extended, *again) if b.key not in queued])
 
     def _covers(self, chain: Chain, i: int) -> bool:
         if i < len(chain.keys) - 1 or not chain.tokens_of(i):
@@ -256,7 +257,9 @@ class TieredStore:
         end = self.hot.end_of(chain)
         extended = self.hot.extend([end] if end else [], expires)
         queued = self._submit(chain, len(admitted))
-        self._tell_expiry([b for b in extended if b.key not in queued])
+        # The cold tier may have had, for a shorter time, what was computed again.
+        again = [b for b in blocks[-1:] if b.key == end]
+        self._tell_expiry([b for b in (*extended, *again) if b.key not in queued])
         if self.config.max_entries is not None:
             self.hot.limit_entries(self.config.max_entries)
 

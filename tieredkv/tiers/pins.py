@@ -118,14 +118,14 @@ def stored(rows: Rows, place: Place, damaged: Container[BlockKey], now: int) -> 
         n += 1
     n = rows.expired_end(chain.keys[:n], now)
     if place.n_windows is not None:
-        found = _stored_state(rows, chain, n, place.n_windows)
+        found = _stored_state(rows, chain, n, place.n_windows, now)
         return None if found and found.key in damaged else found
+    is_end = n == len(chain.keys)
+    nodes = [] if is_end else rows.neighbours(chain.parent(n), chain.tokens_of(n))
     beside = [
         _sharing(chain, n, node.key, node.record.tokens)
-        for node in (
-            rows.neighbours(chain.parent(n), chain.tokens_of(n)) if n < len(chain.keys) else ()
-        )
-        if node.key not in damaged and not _is_over(rows, node.key, now)
+        for node in nodes
+        if node.key not in damaged and _lasts(rows, node.key, now)
     ]
     whole = Prefix(n * chain.block_tokens, chain.keys[n - 1]) if n else None
     return longest((whole, *beside))
@@ -143,22 +143,22 @@ def along(rows: Rows, chain: Chain) -> Prefix | None:
     return longest(found)
 
 
-def _stored_state(rows: Rows, chain: Chain, n: int, n_windows: int) -> Prefix | None:
+def _stored_state(rows: Rows, chain: Chain, n: int, n_windows: int, now: int) -> Prefix | None:
     """The longest prefix that ends at a snapshot, or at a block with its windows."""
     for i in range(n, -1, -1):
         start = i * chain.block_tokens
         tails = rows.leading(chain.parent(i), chain.tokens_of(i)) if i < len(chain.keys) else []
         for node in tails:
-            if rows.has(snapshot_key(node.key)):
+            if _lasts(rows, snapshot_key(node.key), now):
                 n_tokens = start + len(node.record.tokens) // 8
                 return Prefix(n_tokens, node.key, (snapshot_key(node.key),))
         if not i:
             break
         key = chain.keys[i - 1]
-        if rows.has(snapshot_key(key)):
+        if _lasts(rows, snapshot_key(key), now):
             return Prefix(start, key, (snapshot_key(key),))
         windows = tuple(map(window_key, chain.keys[max(0, i - n_windows) : i]))
-        if n_windows and all(map(rows.has, windows)):
+        if n_windows and all(_lasts(rows, window, now) for window in windows):
             return Prefix(start, key, windows)
     return None
 
@@ -172,8 +172,11 @@ def _is_sound(rows: Rows, chain: Chain, i: int) -> bool:
     )
 
 
-def _is_over(rows: Rows, key: BlockKey, now: int) -> bool:
-    return rows.first_due(now) is not None and rows.has_expired(key, now)
+def _lasts(rows: Rows, key: BlockKey, now: int) -> bool:
+    """Whether a block is here and has not expired."""
+    if not rows.has(key):
+        return False
+    return rows.first_due(now) is None or not rows.has_expired(key, now)
 
 
 def _sharing(chain: Chain, i: int, key: BlockKey, tokens: bytes) -> Prefix | None:
