@@ -190,6 +190,7 @@ class TieredPromptCache:
         self._fetched: deque[_Fetched] = deque(maxlen=_FETCHED)
         self._weights: dict[Hashable, str] = {}
         self._objects: dict[Hashable, str] = {}
+        self._bound: dict[Hashable, tuple[weakref.ref[Any], ...]] = {}
         self._lock = threading.RLock()
         # The store, not self: the finalizer must not keep the cache alive.
         self._close = weakref.finalize(self, self._store.close)
@@ -264,13 +265,32 @@ class TieredPromptCache:
         before is not found any more under this key. On the generation thread.
         """
         with self._lock, self._contained("bind"):
+            self._bound.pop(key, None)
             for name in filter(None, self._names(key)):
                 self._fingerprints.renew(name)
             self._weights[key] = layout.digest(models)
+            self._bound[key] = tuple(map(weakref.ref, models))
             try:
                 self._layouts[_unsalted(self._base(key))] = layout.probe(models)
             except Refused as e:
                 self._refuse(e)
+
+    def key_of(self, *models: Any) -> Hashable | None:
+        """The key under which these very objects, a target and maybe a draft, were bound last;
+        None if they weren't.
+        """
+        with self._lock:
+            for key, refs in reversed(self._bound.items()):
+                if len(refs) == len(models) and all(
+                    ref() is model for ref, model in zip(refs, models, strict=True)
+                ):
+                    return key
+        return None
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the host is to quantize prompts on its way, as this cache was told."""
+        return self._quantization
 
     def yield_memory(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> bool:
         """Demote until MLX can take ``n_bytes`` more within ``memory_bytes``; whether it can then.
