@@ -27,7 +27,7 @@ from tieredkv import (
 from tieredkv.flags import parser
 from tieredkv.library import NotBound
 
-TEXT = "the quiet notes of a tin sun in a stone house " * 14
+TEXT = "the quiet notes of a tin sun in a stone house " * 8
 QUESTION = "and one more?"
 
 
@@ -61,7 +61,7 @@ def ours(cache: TieredPromptCache, *loaded: Any, **options: Any) -> tuple[list[i
     return [r.token for r in said], said[0].cached_tokens
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "falcon_h1"])
 def test_a_hit_says_what_mlx_lm_says(tmp_path: Path, kind: str) -> None:
     """An answer from restored state must be the one without a cache, whatever the layers keep."""
     folder = tiny.save(tmp_path / "model", kind)
@@ -70,13 +70,13 @@ def test_a_hit_says_what_mlx_lm_says(tmp_path: Path, kind: str) -> None:
     prompts = [text + tokenizer.encode(q) for q in ("what?", QUESTION)]
     with TieredPromptCache(tmp_path / "store", block_tokens=64) as first:
         first.bind(str(folder), model)
-        said, n = ours(first, model, tokenizer, prompts[0], checkpoint_tokens=128)
+        said, n = ours(first, model, tokenizer, prompts[0], checkpoint_tokens=64)
         assert (said, n) == (plain(model, tokenizer, prompts[0]), 0)
     with TieredPromptCache(tmp_path / "store", block_tokens=64) as again:
         again.bind(str(folder), model)
-        said, n = ours(again, model, tokenizer, prompts[1], checkpoint_tokens=128)
+        said, n = ours(again, model, tokenizer, prompts[1], checkpoint_tokens=64)
     assert said == plain(model, tokenizer, prompts[1])
-    assert n >= len(text) - 128
+    assert n >= len(text) - 64
 
 
 def test_text_is_tokenized_as_by_mlx_lm(cache: TieredPromptCache, loaded: tuple[Any, Any]) -> None:
@@ -136,13 +136,13 @@ def test_an_interrupted_prefill_is_kept(cache: TieredPromptCache, loaded: tuple[
     tokens = loaded[1].encode(TEXT)
 
     def interrupt(done: int, _total: int) -> None:
-        if done >= 256:
+        if done >= 192:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         ours(cache, *loaded, tokens, checkpoint_tokens=64, prompt_progress_callback=interrupt)
     _, n = ours(cache, *loaded, tokens)
-    assert n >= 192
+    assert n >= 128
 
 
 def test_processors_see_the_whole_prompt_after_a_hit(
@@ -165,9 +165,7 @@ def test_processors_see_the_whole_prompt_after_a_hit(
     assert said != plain(*loaded, tokens)
 
 
-def test_quantized_state_is_kept_if_the_cache_was_told(
-    tmp_path: Path, folder: Path, loaded: tuple[Any, Any]
-) -> None:
+def test_quantized_state_is_kept_if_the_cache_was_told(tmp_path: Path) -> None:
     """A hit must not move the moment of quantization."""
     how = Quantization(8, 32, 128, 64)
     options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 128}
@@ -289,7 +287,7 @@ def arguments(model: Path) -> Namespace:
     return parser().parse_args(["--model", str(model), "--temp", "0"])
 
 
-def ask(generator: upstream.ResponseGenerator, args: Namespace, text: str) -> tuple[str, int]:
+def ask(generator: upstream.ResponseGenerator, text: str) -> tuple[str, int]:
     """Text of a plain mlx-lm generator's reply, and how many tokens it reused."""
     request = upstream.CompletionRequest("text", text, [], None, None)
     wanted = upstream.GenerationArguments(
@@ -316,14 +314,14 @@ def test_a_plain_server_of_mlx_lm_adopts_a_cache(tmp_path: Path, folder: Path) -
         generator = upstream.ResponseGenerator(upstream.ModelProvider(args), LRUPromptCache(10))
         with TieredPromptCache(tmp_path / "store") as cache:
             adopt(generator, cache)
-            said.append(ask(generator, args, TEXT))
+            said.append(ask(generator, TEXT))
             generator.stop_and_join()
     plain_generator = upstream.ResponseGenerator(upstream.ModelProvider(args), LRUPromptCache(10))
-    want, _ = ask(plain_generator, args, TEXT)
+    want, _ = ask(plain_generator, TEXT)
     plain_generator.stop_and_join()
     assert [text for text, _ in said] == [want, want]
     assert said[0][1] == 0
-    assert said[1][1] > 400
+    assert said[1][1] > 200
 
 
 def test_what_is_no_generator_of_mlx_lm_is_refused(cache: TieredPromptCache) -> None:

@@ -167,10 +167,9 @@ def _request(
 
 def _encoded(tokenizer: Any, prompt: Any) -> list[int]:
     """Token ids of a prompt, of text as `mlx_lm.stream_generate` makes them."""
-    if isinstance(prompt, mx.array):
-        return [int(token) for token in prompt.tolist()]  # type: ignore[union-attr]  # of one axis
     if not isinstance(prompt, str):
-        return list(prompt)
+        ids: Any = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+        return list(ids)
     bos = tokenizer.bos_token
     special = bos is None or not prompt.startswith(bos)
     return list(tokenizer.encode(prompt, add_special_tokens=special))
@@ -404,7 +403,7 @@ def adopt(response_generator: Any, cache: TieredPromptCache) -> None:
     Raises:
         TypeError: it has no prompt cache, or no model provider that loads.
     """
-    provider = getattr(response_generator, "model_provider", None)
+    provider: Any = getattr(response_generator, "model_provider", None)
     if not hasattr(response_generator, "prompt_cache") or not hasattr(provider, "load"):
         raise TypeError(f"{type(response_generator).__name__} is no ResponseGenerator of mlx-lm")
     load = provider.load
