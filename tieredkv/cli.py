@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tieredkv.commands import compact, prune, stats, verify
+from tieredkv.commands import compact, exporting, importing, prune, stats, verify
 from tieredkv.commands.console import FAILED, STATUS
 from tieredkv.core import ColdTierUnavailable
 
-_COMMANDS = (stats, prune, verify, compact)
+_COMMANDS = (stats, prune, verify, compact, exporting, importing)
 
 _EXAMPLES = f"""\
 examples:

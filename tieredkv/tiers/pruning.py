@@ -35,7 +35,7 @@ class Criteria:
         name = str(fields.get("name", "")) or model
         if self.model is not None and not _is_like(self.model, name, model):
             return False
-        return self.salt is None or _namespace(fields, self.salt) == row.root
+        return self.salt is None or namespace_key(namespace_of(fields, self.salt)) == row.root
 
     def spares(self, last_use: int) -> bool:
         """Whether a block was used too lately."""
@@ -137,15 +137,13 @@ def _is_like(wanted: str, name: str, model: str) -> bool:
     return wanted in (name, model) or fnmatchcase(name, wanted)
 
 
-def _namespace(fields: dict[str, object], salt: bytes) -> BlockKey:
-    """Root of the namespace that ``fields`` describe, if ``salt`` is its salt."""
+def namespace_of(fields: Mapping[str, object], salt: bytes) -> Namespace:
+    """The namespace that ``fields`` describe, if ``salt`` is its salt."""
     texts = {
         name: str(fields.get(name, ""))
-        for name in ("model", "adapter", "draft", "host", "shard", "layout")
+        for name in ("model", "adapter", "draft", "host", "shard", "layout", "name")
     }
     tokens = fields.get("block_tokens")
     block_tokens = tokens if isinstance(tokens, int) and 0 <= tokens <= MAX_TOKENS else 0
     how = str(fields.get("cold_quantize", "none"))
-    return namespace_key(
-        Namespace(**texts, salt=salt, block_tokens=block_tokens, cold_quantize=how)
-    )
+    return Namespace(**texts, salt=salt, block_tokens=block_tokens, cold_quantize=how)
