@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from caches import MODEL
+from mlx_lm.models.cache import KVCache
 from safetensors.numpy import load
 
 from tieredkv import TieredPromptCache
@@ -150,7 +151,9 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
     with TieredPromptCache(tmp_path / "a", block_tokens=4, cold_bytes=64 << 20) as cache:
         for start in range(3):
             tokens = [start * 1000 + i for i in range(200)]
-            cache.insert_cache(MODEL, tokens, caches.make(tokens))
+            noise = KVCache()
+            noise.update_and_fetch(*(mx.random.normal((1, 2, 200, 64)) for _ in range(2)))
+            cache.insert_cache(MODEL, tokens, [noise])
             cache.flush()
     path, there = tmp_path / "x.tkv", tmp_path / "b"
     assert main(["export", str(path), "--dir", str(tmp_path / "a")]) == 0
