@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
     ("core",),
-    ("admission", "keys", "metrics", "pace", "units"),
+    ("admission", "keys", "metrics", "pace", "prompts", "units"),
     ("restored",),
     ("identity", "codec", "policy", "hazard", "layout"),
     ("quantize",),
@@ -43,6 +43,7 @@ LAYERS = (
     ("flags", "handler"),
     ("generation",),
     ("server",),
+    ("warming",),
     ("commands.console",),
     ("commands.salts",),
     (
@@ -51,6 +52,7 @@ LAYERS = (
         "commands.importing",
         "commands.prune",
         "commands.stats",
+        "commands.warm",
     ),
     ("commands.verify",),
     ("cli",),
@@ -83,6 +85,7 @@ ROOMS = {
         "handler",
         "generation",
         "server",
+        "warming",
     ),
     "lmdb": ("tiers.environment", "tiers.health"),
 }

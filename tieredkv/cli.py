@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tieredkv.commands import compact, exporting, importing, prune, stats, verify
+from tieredkv.commands import compact, exporting, importing, prune, stats, verify, warm
 from tieredkv.commands.console import FAILED, STATUS
 from tieredkv.core import ColdTierUnavailable
 
-_COMMANDS = (stats, prune, verify, compact, exporting, importing)
+_COMMANDS = (stats, warm, prune, verify, compact, exporting, importing)
 
 _EXAMPLES = f"""\
 examples:

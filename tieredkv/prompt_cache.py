@@ -292,6 +292,18 @@ class TieredPromptCache:
         """How the host is to quantize prompts on its way, as this cache was told."""
         return self._quantization
 
+    def found(self, model: Hashable, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a prompt are stored, maybe all, in a way that a fetch can use;
+        reads no state. With a ``quantization`` it isn't known without reading: 0.
+        """
+        with self._lock, self._contained("found"):
+            known = self._known_namespace(model, _tenant(tokens))
+            if known is None or self._quantization is not None:
+                return 0
+            namespace, shape = known
+            return self._match(self._chain(namespace, keys.as_tokens(tokens)), shape).n_tokens
+        return 0
+
     def yield_memory(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> bool:
         """Demote until MLX can take ``n_bytes`` more within ``memory_bytes``; whether it can then.
         Blocks that are ``spared`` stay.
@@ -366,12 +378,14 @@ class TieredPromptCache:
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return caches, hit.n_tokens
 
+    def _match(self, chain: Chain, shape: Layout) -> Match:
+        if shape.is_sliced:
+            return self._store.match(chain)
+        return self._store.match_state(chain, shape.n_windows(chain.block_tokens))
+
     def _load(self, chain: Chain, shape: Layout) -> Hit | None:
         for _ in range(_TRIES):
-            if shape.is_sliced:
-                match = self._store.match(chain)
-            else:
-                match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
+            match = self._match(chain, shape)
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
                 match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
