@@ -16,7 +16,7 @@ import tiny
 from server import Local
 
 from tieredkv.cli import main
-from tieredkv.prompts import BadPrompt, read
+from tieredkv.prompt_files import BadPrompt, read
 
 TEXT = "the quiet notes of a tin sun in a stone house " * 8
 SYSTEM = "answer of the tests, in a tone of stone. " * 6

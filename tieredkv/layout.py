@@ -651,6 +651,55 @@ def capture_windows(
     return tensors
 
 
+def trim(caches: Sequence[Any]) -> None:
+    """Let go of the rows to spare of live caches of plain attention."""
+    for cache in _flat(caches):
+        if isinstance(cache, KVCache):
+            cache.keys = cache.keys[:, :, : cache.offset]
+            cache.values = cache.values[:, :, : cache.offset]
+
+
+def difference(caches: Sequence[Any], others: Sequence[Any], n_tokens: int) -> float:
+    """How far the state of ``n_tokens`` tokens in one list of caches is from that in another of the
+    same layout. For each token that is the mean, over all arrays that have rows of it, of the
+    length of the rows' difference over the other's length; for what isn't by token, such as a
+    recurrent state, the same of the whole. The largest of all.
+    """
+    total, count = np.zeros(n_tokens), np.zeros(n_tokens)
+    worst = 0.0
+    for cache, other in zip(_flat(caches), _flat(others), strict=True):
+        by_token, pairs = _arrays_of(cache, n_tokens)
+        for array, theirs in zip(pairs, _arrays_of(other, n_tokens)[1], strict=True):
+            parts = _relative(array, theirs, by_token)
+            if not by_token:
+                worst = max(worst, float(parts.max(initial=0.0)))
+                continue
+            start = n_tokens - len(parts)
+            total[start:] += parts
+            count[start:] += 1
+    return max(worst, float((total / np.maximum(count, 1)).max()))
+
+
+def _arrays_of(cache: Any, n_tokens: int) -> tuple[bool, list[mx.array | None]]:
+    """A cache's state as arrays, and whether their axis 2 is of the last tokens."""
+    if sliced := _SLICED.get(type(cache)):
+        return True, [array[:, :, :n_tokens] for array in sliced.arrays(cache)]
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return True, [rows[:, :, -cache.max_size :] for rows in _all_rows(cache)]
+    return False, list(_WHOLE[type(cache)].arrays(cache))
+
+
+def _relative(array: mx.array | None, other: mx.array | None, by_token: bool) -> NDArray[Any]:
+    if array is None or other is None:
+        return np.array([0.0 if array is other else np.inf])
+    if array.shape != other.shape:
+        return np.full(min(array.shape[2], other.shape[2]) if by_token else 1, np.inf)
+    a, b = array.astype(mx.float32), other.astype(mx.float32)
+    axes = (0, 1, 3) if by_token else None
+    off, size = (mx.sqrt(mx.sum(x * x, axis=axes)) for x in (a - b, b))
+    return np.array(off / mx.maximum(size, 1e-6)).reshape(-1)
+
+
 class SnapshotPlan:
     """Where in a snapshot's tensors the arrays of the whole layers go.
 

@@ -21,7 +21,7 @@ from tieredkv.generation import TieredModelProvider, TieredResponseGenerator
 from tieredkv.handler import GenerationEnded
 from tieredkv.keys import tenant
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
-from tieredkv.prompts import Prompt
+from tieredkv.prompt_files import Prompt
 from tieredkv.server import cache_of
 
 _FLUSH_SECONDS = 600.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tieredkv.commands.console import FAILED, FINE, STATUS, Progress, add_command
+from tieredkv.commands.mlxfiles import add_mlx, run_export
 from tieredkv.commands.salts import add_salts, given_salt
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader
@@ -26,10 +27,15 @@ examples:
   tieredkv export one.tkv --id 3f9a61c2                  one prefix, as tieredkv ls names it
   tieredkv export alice.tkv --cache-salt alice           one tenant's
   tieredkv import prompts.tkv --dir /srv/prompts         on another machine
+  tieredkv export one.safetensors --mlx --id 3f9a61c2    for mlx_lm.generate --prompt-cache-file
+  tieredkv export doc.safetensors --mlx --model ./model --prompt doc.txt
 
 The file holds prompts in the clear: it is made readable by you alone. Blocks go with all blocks
 before them. What a program with other versions of mlx or mlx-lm, or on another kind of device,
 computed is not found by this one: state is exact or a miss.
+
+A file of mlx-lm holds one prompt. Give mlx_lm.generate the question alone: it goes on where the
+prompt ends, as after mlx_lm.cache_prompt. What is not stored of a prompt is computed.
 
 {STATUS.format(failed="nothing was written; a file that was there is as it was")}
 """
@@ -74,6 +80,7 @@ def add(commands: Any) -> None:
         help="also what was stored under salts that aren't given; without them it can be used only "
         "by who knows them",
     )
+    add_mlx(export)
     export.add_argument("--force", action="store_true", help="replace FILE if it is there")
 
 
@@ -87,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
     """Write the file."""
     if options.file.exists() and not options.force:
         options.parser.error(f"{options.file} is there already; --force replaces it")
+    if options.mlx:
+        return run_export(options)
     reader = ColdReader(options.dir, QuantizingCodec())
     try:
         chosen = reader.choose(_selection(options))

@@ -12,6 +12,7 @@ from typing import Any
 
 from tieredkv.codec import PlaneCodec
 from tieredkv.commands.console import FAILED, FINE, STATUS, Progress, add_command
+from tieredkv.commands.mlxfiles import add_mlx, run_import
 from tieredkv.core import BlockKey, Codec
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader, ColdTier
@@ -28,11 +29,15 @@ examples:
   tieredkv import prompts.tkv
   tieredkv import prompts.tkv --dry-run                check it, and say what it would bring
   tieredkv import prompts.tkv --dir /srv/prompts --prompt-cache-disk-bytes 100GB
+  tieredkv import doc.safetensors --mlx --model ./model --prompt doc.txt
 
 Import only from whom you trust: the state of a prompt decides what the model answers, and can't be
 told from its tokens without computing it. All else is checked: that each block is named by what it
 holds, and is whole. Nothing is evicted for it; what doesn't fit is said. After Ctrl-C, or a crash,
 run it again: it goes on where it was.
+
+A file of mlx-lm (--mlx) doesn't have the tokens of its prompt, so the prompt must be given. It is
+computed once and compared with the file; what was computed is stored. --trust stores the file's.
 
 {STATUS.format(failed="the file is damaged, or not all of it could be stored; what was is said")}
 """
@@ -73,6 +78,20 @@ def add(commands: Any) -> None:
         run,
     )
     command.add_argument("file", type=Path, metavar="FILE", help="the file to read")
+    command.add_argument("--model", metavar="PATH|REPO", help="with --mlx: the model of the file")
+    add_mlx(command)
+    command.add_argument("--salt", metavar="TEXT", help="with --mlx: store it under this salt")
+    command.add_argument(
+        "--cache-salt", metavar="TEXT", help="with --mlx: for requests with this cache_salt"
+    )
+    command.add_argument(
+        "--api-key", metavar="KEY", help="with --mlx: for requests with this API key"
+    )
+    command.add_argument(
+        "--trust",
+        action="store_true",
+        help="with --mlx: believe that the file is of this prompt and model, and don't compute it",
+    )
     command.add_argument(
         "--dry-run", action="store_true", help="check all of it, and only say what it would bring"
     )
@@ -93,6 +112,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read the file, and store what is new."""
+    if options.mlx:
+        return run_import(options)
     try:
         with Package(options.file) as package:
             done = _checked(options, package) if options.dry_run else _stored(options, package)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tieredkv.commands.console import FAILED, FINE, STATUS, add_command
-from tieredkv.prompts import ROLES, BadPrompt, Prompt, read
+from tieredkv.prompt_files import ROLES, BadPrompt, Prompt, read
 from tieredkv.units import bytes_text
 
 _PROGRESS_EVERY_S = 0.1

@@ -91,6 +91,11 @@ class Row:
     record: Record
     use: Use
 
+    @property
+    def is_state(self) -> bool:
+        """Whether it is a snapshot or a window."""
+        return self.record.tokens in (b"", WINDOW_TOKENS)
+
     def pack(self) -> bytes:
         """Its place in the file's index: record and use, each behind its size."""
         parts = self.record.pack(), self.use.pack()

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tieredkv.core import BlockKey, CorruptBlob, TieredKVError
-from tieredkv.keys import WINDOW_TOKENS
 from tieredkv.tiers.ledger import NamespaceRow, Origin, Rows
 from tieredkv.tiers.portable import Row
 from tieredkv.tiers.pruning import Criteria
@@ -87,17 +86,13 @@ def _wanted(entries: Mapping[BlockKey, Row], selection: Selection) -> set[BlockK
             wanted.add(key)
             key = entries[key].record.parent
     return wanted | {
-        row.key for row in entries.values() if _is_state(row) and row.record.parent in wanted
+        row.key for row in entries.values() if row.is_state and row.record.parent in wanted
     }
-
-
-def _is_state(row: Row) -> bool:
-    return not row.record.tokens or row.record.tokens == WINDOW_TOKENS
 
 
 def _found(entries: Mapping[BlockKey, Row], prefix: str) -> BlockKey:
     found = [
-        key for key, row in entries.items() if key.hex().startswith(prefix) and not _is_state(row)
+        key for key, row in entries.items() if key.hex().startswith(prefix) and not row.is_state
     ]
     if len(found) != 1:
         raise UnknownPrefix(

@@ -54,14 +54,19 @@ def read(path: Path, role: str) -> Iterator[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise BadPrompt(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     if path.suffix != ".jsonl":
-        yield _of_text(str(path), text, role)
+        yield of_text(str(path), text, role)
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             yield _of_line(f"{path}:{number}", line)
 
 
-def _of_text(name: str, text: str, role: str) -> Prompt:
+def of_text(name: str, text: str, role: str) -> Prompt:
+    """A text as a prompt: one message of a role, or as it is.
+
+    Raises:
+        BadPrompt: it is empty.
+    """
     if not text.strip():
         raise BadPrompt(f"{name}: is empty")
     if role == "prompt":
@@ -76,6 +81,15 @@ def _of_line(where: str, line: str) -> Prompt:
         raise BadPrompt(f"{where}: not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise BadPrompt(f"{where}: not an object")
+    return of_fields(where, fields)
+
+
+def of_fields(where: str, fields: Mapping[str, Any]) -> Prompt:
+    """The prompt that an object with the fields of a request describes.
+
+    Raises:
+        BadPrompt: it describes none.
+    """
     if unknown := sorted(set(fields) - _FIELDS):
         raise BadPrompt(f"{where}: unknown field {unknown[0]!r:.40}")
     if sum(kind in fields for kind in _KINDS) != 1:
