@@ -120,6 +120,8 @@ def test_the_public_names_are_these() -> None:
         "GenerationThread",
         "Hit",
         "Namespace",
+        "PinRefused",
+        "Pinned",
         "Problem",
         "Quantization",
         "SaltedPrompt",

@@ -17,6 +17,10 @@ from server import Local
 
 from tieredkv.cli import main
 from tieredkv.prompt_files import BadPrompt, read
+from tieredkv.quantize import QuantizingCodec
+from tieredkv.tiers.cold import ColdReader
+from tieredkv.tiers.pruning import Criteria
+from tieredkv.tiers.selection import Selection
 
 TEXT = "the quiet notes of a tin sun in a stone house " * 8
 SYSTEM = "answer of the tests, in a tone of stone. " * 6
@@ -156,6 +160,49 @@ def test_a_run_that_was_ended_goes_on(
     few = write(tmp_path / "few.jsonl", {"tokens": [3] * 3000})
     assert warm(capsys, models["qwen3"], store, few)["reused"] >= 256
     assert main(["verify", "--dir", str(store)]) == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "falcon_h1"])
+def test_what_is_warmed_can_be_pinned(
+    models: dict[str, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a night computed must not be gone by noon; also if it was stored before."""
+    store, document = tmp_path / "store", tmp_path / "document.txt"
+    document.write_text(TEXT)
+    warm(capsys, models[kind], store, document)
+    said = warm(capsys, models[kind], store, document, "--pin")
+    assert (said["done"], said["computed"]) == (1, 0)
+    assert main(["prune", "--dir", str(store), "--to", "0", "--yes"]) == 0
+    assert warm(capsys, models[kind], store, document)["computed"] == 0
+
+
+def test_what_cannot_be_pinned_is_said(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would be believed to be safe."""
+    document = tmp_path / "document.txt"
+    document.write_text(TEXT)
+    flags = ("--pin", "--pin-share", "0")
+    said = warm(capsys, models["qwen3"], tmp_path / "store", document, *flags)
+    assert said["failed"] == 1
+    assert "not pinned" in said["results"][0]["error"]
+
+
+def test_what_expires_lives_on_when_it_is_warmed_again(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A nightly run with --ttl 36h must keep alive what it is run for."""
+    store, document = tmp_path / "store", tmp_path / "document.txt"
+    document.write_text(TEXT)
+    expires = []
+    for ttl in ("1h", "3h"):
+        said = warm(capsys, models["qwen3"], store, document, "--ttl", ttl)
+        assert said["done"] == 1
+        reader = ColdReader(store, QuantizingCodec())
+        expires.append(max(row.use.expires for row in reader.choose(Selection(Criteria())).rows))
+        reader.close()
+    assert said["computed"] < 20
+    assert expires[1] - expires[0] > 7000 * 10**9
 
 
 def test_quantized_state_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

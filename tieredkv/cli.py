@@ -8,11 +8,21 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tieredkv.commands import compact, exporting, importing, prune, stats, verify, warm
+from tieredkv.commands import (
+    compact,
+    exporting,
+    importing,
+    pin,
+    prune,
+    stats,
+    unpin,
+    verify,
+    warm,
+)
 from tieredkv.commands.console import FAILED, STATUS
 from tieredkv.core import ColdTierUnavailable
 
-_COMMANDS = (stats, warm, prune, verify, compact, exporting, importing)
+_COMMANDS = (stats, warm, pin, unpin, prune, verify, compact, exporting, importing)
 
 _EXAMPLES = f"""\
 examples:

@@ -178,11 +178,11 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
                 segments, types = [prompt[:start], prompt[start:]], ["user", "assistant"]
         if self.cli_args.prefill_checkpoint:
             segments, types = prefill.cut(segments, types, self.cli_args.prefill_checkpoint)
-        salt = getattr(request, "cache_salt", b"")
-        if salt:
-            prompt = SaltedPrompt(prompt, salt)
-        if salt and vision is not None:
-            vision.cache_key = SaltedPrompt(vision.cache_key, salt)
+        salt, ttl = getattr(request, "cache_salt", b""), getattr(request, "cache_ttl", None)
+        if salt or ttl:
+            prompt = SaltedPrompt(prompt, salt, ttl)
+        if (salt or ttl) and vision is not None:
+            vision.cache_key = SaltedPrompt(vision.cache_key, salt, ttl)
         # The tokens of an image are not what its state is stored under.
         self._segments = (segments, types) if vision is None else None
         return prompt, segments, types, initial_state, vision

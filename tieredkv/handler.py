@@ -6,12 +6,14 @@ import json
 import logging
 import math
 import socket
+from argparse import ArgumentTypeError
 from typing import Any
 
 from mlx_lm import server as upstream
 
 from tieredkv.keys import tenant
 from tieredkv.prefill import Cancelled
+from tieredkv.units import duration
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -69,6 +71,8 @@ class _Client:
         self.failure: Exception | None = None
         # What its prompts are kept apart by.
         self.cache_salt = b""
+        # After how many seconds they expire; None for what the server is told.
+        self.cache_ttl: float | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -85,6 +89,7 @@ class _Client:
     def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
         """The generator's, noting why it could not."""
         request.cache_salt = self.cache_salt
+        request.cache_ttl = self.cache_ttl
         try:
             return self._generator.generate(request, args, progress_callback, self.is_gone)
         except Exception as e:
@@ -196,6 +201,7 @@ class TieredAPIHandler(upstream.APIHandler):
         self._validate("xtc_threshold", float, max_val=0.5)
         _check_body(self.body)
         self.response_generator.cache_salt = self._cache_salt()
+        self.response_generator.cache_ttl = _ttl(self.body.get("cache_ttl"))
         if self.stream_options is not None:
             self.stream_options = {"include_usage": False, **self.stream_options}
 
@@ -237,6 +243,24 @@ def _finite(name: str, value: float) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite")
     return number
+
+
+def _ttl(value: Any) -> float | None:
+    """Seconds that a request says its prompt is to be kept for after its last use.
+
+    Raises:
+        ValueError: it is neither a positive number of seconds nor text such as "30m".
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return duration(value)
+        except ArgumentTypeError as e:
+            raise ValueError(f"cache_ttl: {e}") from e
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError('cache_ttl must be a number of seconds above 0, or text such as "30m"')
+    return _finite("cache_ttl", value)
 
 
 def _is_text(text: str) -> bool:

@@ -17,6 +17,10 @@ from tieredkv.core import FORMAT_VERSION, WINDOW, BlockKey, Chain, Namespace, To
 
 KEY_BYTES = 32
 
+# Hex digits of a key that people are shown, and the least that they may give.
+PREFIX_ID_DIGITS = 16
+LEAST_ID_DIGITS = 6
+
 # The tokens of a window.
 WINDOW_TOKENS = WINDOW.to_bytes(8, "little", signed=True)
 
@@ -195,6 +199,11 @@ def snapshot_key(parent: BlockKey) -> BlockKey:
 def window_key(parent: BlockKey) -> BlockKey:
     """Key of the window at a block's tokens."""
     return block_key(parent, WINDOW_TOKENS)
+
+
+def prefix_id(key: BlockKey) -> str:
+    """What people call the prefix that ends in a block."""
+    return key.hex()[:PREFIX_ID_DIGITS]
 
 
 def common_prefix(a: bytes, b: bytes) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ from tieredkv import keys, layout, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
+    PIN_SHARE,
     Block,
     BlockKey,
     Chain,
@@ -35,6 +37,8 @@ from tieredkv.core import (
     Hit,
     Match,
     Namespace,
+    Pinned,
+    Place,
     Problem,
     Quantization,
     Refused,
@@ -46,6 +50,7 @@ from tieredkv.identity import Fingerprints, IdentityChanged
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
+from tieredkv.tiers.pruning import Criteria, Pruned
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -57,6 +62,12 @@ _COPIES = 2
 
 # What was evicted or found damaged after a match isn't matched again.
 _TRIES = 2
+
+# How long who pins or prunes waits for what is to be written before.
+_DRAIN_SECONDS = 60.0
+
+# Seconds; what is kept for longer is kept for so long. A row has room for no more than 64 bits.
+_LONGEST_TTL = 1e9
 
 
 def _host() -> str:
@@ -74,14 +85,21 @@ def _recommended_bytes() -> int | None:
 
 
 class SaltedPrompt(list[int]):
-    """A prompt of one tenant among others: token ids, and what its state is kept apart by.
+    """A prompt of one tenant among others: token ids, what its state is kept apart by, and how many
+    seconds after its last use it expires; None for the cache's own ``ttl``.
 
-    Slices are salted too, so that what a host cuts out and appends to stays that tenant's.
+    Slices have both too, so that what a host cuts out and appends to stays that tenant's.
     """
 
-    def __init__(self, tokens: Iterable[int] = (), salt: bytes = b"") -> None:
+    def __init__(
+        self, tokens: Iterable[int] = (), salt: bytes = b"", ttl: float | None = None
+    ) -> None:
+        """Raises ValueError if ``ttl`` is no number of seconds above 0."""
+        if ttl is not None and not 0 < ttl < math.inf:
+            raise ValueError("ttl must be a number of seconds, more than 0")
         super().__init__(tokens)
         self.salt = salt
+        self.ttl = ttl
 
     @overload
     def __getitem__(self, i: SupportsIndex) -> int: ...
@@ -91,7 +109,7 @@ class SaltedPrompt(list[int]):
 
     def __getitem__(self, i: SupportsIndex | slice) -> int | SaltedPrompt:
         found = super().__getitem__(i)
-        return SaltedPrompt(found, self.salt) if isinstance(found, list) else found
+        return SaltedPrompt(found, self.salt, self.ttl) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +151,8 @@ class TieredPromptCache:
         reserve_bytes: int = 0,
         cold_quantize: str = "none",
         cold_admit: str = "all",
+        ttl: float | None = None,
+        pin_share: float = PIN_SHARE,
     ) -> None:
         """Open the tiers.
 
@@ -161,6 +181,10 @@ class TieredPromptCache:
                 and not equal. Caches share blocks only if they agree on it.
             cold_admit: "all", or "reused" to write only what comes back: fewer writes, but a prompt
                 that nothing has used yet is lost with the process.
+            ttl: seconds after its last use that a prompt is found, if a `SaltedPrompt` doesn't say
+                otherwise; None for as long as there is room. Shared prefixes live as long as any
+                prompt that has them.
+            pin_share: the most of cold_bytes that pinned prompts may take.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense.
@@ -177,6 +201,8 @@ class TieredPromptCache:
                 reserve_bytes,
                 cold_quantize,
                 cold_admit,
+                ttl,
+                pin_share,
             )
         )
         self._host = f"{_host()}, {quantization}" if quantization else _host()
@@ -206,7 +232,8 @@ class TieredPromptCache:
         """
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
-            caches, n = self._fetch(model, ids, _tenant(tokens))
+            self._store.expire()
+            caches, n = self._fetch(model, ids, _tenant(tokens), self._expiry(tokens))
             return caches, ids[n:].tolist()
         self._miss("fault")
         return None, list(tokens) if isinstance(tokens, list | tuple) else []
@@ -227,6 +254,7 @@ class TieredPromptCache:
         if not self._store.config.hot_bytes or not self._close.alive:
             return
         with self._lock, self._contained("insert"):
+            self._store.expire()
             self._insert(model, tokens, prompt_cache, cache_type)
             return
         self._store.lose("fault")
@@ -339,8 +367,58 @@ class TieredPromptCache:
         """
         done = self._store.flush(timeout)
         with self._lock:
-            self._store.hot.reap()
+            self._store.expire()
         return done
+
+    def pin(self, model: Hashable, tokens: Sequence[int]) -> Pinned:
+        """Protect the longest stored prefix of ``tokens`` from eviction, expiry and pruning, in all
+        processes and for good, once what waits to be written is. In memory it may still give way.
+
+        Any thread; waits for the disk.
+
+        Raises:
+            PinRefused: nothing of it is stored on disk, pins would take more than their share, or
+                there is no cold tier.
+            ColdTierUnavailable: the cold tier can't be written.
+        """
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.pin(self._places(model, tokens))
+
+    def unpin(self, model: Hashable, tokens: Sequence[int]) -> Pinned:
+        """Protect the longest pinned prefix of ``tokens`` no longer. Any thread.
+
+        Raises:
+            PinRefused: nothing of it is pinned, or there is no cold tier.
+            ColdTierUnavailable: the cold tier can't be written.
+        """
+        return self._store.unpin(self._places(model, tokens))
+
+    def pin_id(self, prefix_id: str) -> Pinned:
+        """`pin` by the id of the prefix: the first 6 hex digits or more of its last block's key."""
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.cold.pin_id(prefix_id)
+
+    def unpin_id(self, prefix_id: str) -> Pinned:
+        """`unpin` by the id of the prefix."""
+        return self._store.cold.unpin_id(prefix_id)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes on disk that pinned prefixes take. Reads the index record of each of their blocks;
+        nothing else waits meanwhile.
+        """
+        return self._store.cold.pinned_bytes
+
+    def prune(self, criteria: Criteria) -> Pruned:
+        """Delete from both tiers what ``criteria`` mean, once what waits to be written is: see
+        `TieredStore.prune`. Any thread; prompts are served meanwhile, and those that come may be
+        stored.
+
+        Raises:
+            ColdTierUnavailable: the cold tier can't be read or written.
+        """
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.prune(criteria, self._lock)
 
     def close(self) -> None:
         """Write what is queued, for at most ten seconds, and release everything. Idempotent."""
@@ -355,7 +433,7 @@ class TieredPromptCache:
     # ---- the two paths
 
     def _fetch(
-        self, model: Hashable, tokens: Tokens, tenant: bytes
+        self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
         found = self._known_namespace(model, tenant)
@@ -365,9 +443,10 @@ class TieredPromptCache:
         chain = self._chain(namespace, tokens[:-1])
         self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
         if self._quantization is None:
-            hit = self._load(chain, shape)
+            hit = self._load(chain, shape, expires)
         else:
-            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
+            how = self._quantization
+            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], how, expires)
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
             return self._miss("absent")
@@ -383,13 +462,13 @@ class TieredPromptCache:
             return self._store.match(chain)
         return self._store.match_state(chain, shape.n_windows(chain.block_tokens))
 
-    def _load(self, chain: Chain, shape: Layout) -> Hit | None:
+    def _load(self, chain: Chain, shape: Layout, expires: int) -> Hit | None:
         for _ in range(_TRIES):
             match = self._match(chain, shape)
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
                 match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
-            hit = self._store.load(chain, match)
+            hit = self._store.load(chain, match, expires)
             if hit is None or layout.fits(shape, hit):
                 return hit
         return None
@@ -403,7 +482,12 @@ class TieredPromptCache:
         return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(whole))
 
     def _load_at_step(
-        self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization
+        self,
+        namespace: Namespace,
+        plain: Layout,
+        tokens: Tokens,
+        how: Quantization,
+        expires: int,
     ) -> tuple[Layout, Hit | None]:
         """The longest hit that ends where a step of the prefill would, in the form that the state
         would have there.
@@ -414,7 +498,7 @@ class TieredPromptCache:
             form = replace(namespace, layout=shape.to_json())
             n = min(most, len(tokens)) // how.step * how.step
             while n >= least:
-                hit = self._load(self._chain(form, tokens[:n]), shape)
+                hit = self._load(self._chain(form, tokens[:n]), shape, expires)
                 found = hit.n_tokens if hit else 0
                 if found == n:
                     return shape, hit
@@ -454,10 +538,11 @@ class TieredPromptCache:
         if not quantized:
             self._layouts[_unsalted(base)] = shape
         self._store.register(namespace)
-        blocks = self._captured(chain, lacking, shape, caches)
-        self._store.put(chain, blocks, kind)
+        expires = self._expiry(tokens)
+        blocks = self._captured(chain, lacking, shape, caches, expires)
+        self._store.put(chain, blocks, kind, expires)
         if shape.window:
-            self._put_windows(chain, shape, caches, kind)
+            self._put_windows(chain, shape, caches, kind, expires)
         self._store.counters.add("inserts")
 
     def _quantized(self, shape: Layout) -> bool:
@@ -495,7 +580,7 @@ class TieredPromptCache:
         return not (shape.window and chain.ends_at_block) or layout.is_rotated(caches)
 
     def _captured(
-        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any]
+        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any], expires: int
     ) -> list[Block]:
         """New blocks of the chain, and its snapshot if it needs one, as far as there is room."""
         plan = SnapshotPlan(caches)
@@ -514,11 +599,14 @@ class TieredPromptCache:
                 spec,
                 t,
                 0 if chain.tokens_of(i) else _grade(chain, shape, spec),
+                expires,
             )
             for i, spec, t in zip(wanted, specs, tensors, strict=False)
         ]
 
-    def _put_windows(self, chain: Chain, shape: Layout, caches: list[Any], kind: str) -> None:
+    def _put_windows(
+        self, chain: Chain, shape: Layout, caches: list[Any], kind: str, expires: int
+    ) -> None:
         """Store windows at the blocks of ``chain`` of which the rings still have the rows."""
         size = chain.block_tokens
         specs = shape.window_specs(size)
@@ -543,10 +631,11 @@ class TieredPromptCache:
                 specs,
                 t,
                 grades[i // every],
+                expires,
             )
             for i, t in zip(wanted, tensors, strict=True)
         ]
-        self._store.put_windows(chain, windows, kind)
+        self._store.put_windows(chain, windows, kind, n_windows=every, expires=expires)
 
     # ---- names
 
@@ -603,6 +692,35 @@ class TieredPromptCache:
                 return None
             shape = Layout.from_json(stored[0])
         return replace(base, layout=shape.to_json()), shape
+
+    def _places(self, model: Hashable, tokens: Sequence[int]) -> list[Place]:
+        """Where the state of a prompt may be stored."""
+        with self._lock:
+            ids = keys.as_tokens(tokens)
+            try:
+                base = self._base(model, _tenant(tokens))
+            except IdentityChanged:
+                return []
+            known = self._layouts.get(_unsalted(base))
+            stored = [known.to_json()] if known else self._store.cold.layouts(keys.base_key(base))
+            shapes = [Layout.from_json(text) for text in stored]
+            if self._quantization is not None:
+                how = self._quantization
+                shapes += [s.quantized(how.group_size, how.bits) for s in shapes if known]
+            return [
+                Place(
+                    self._chain(replace(base, layout=shape.to_json()), ids),
+                    None if shape.is_sliced else shape.n_windows(base.block_tokens),
+                )
+                for shape in shapes
+            ]
+
+    def _expiry(self, tokens: Sequence[int]) -> int:
+        """When a prompt that is used now expires, in Unix ns; 0 for never."""
+        ttl = tokens.ttl if isinstance(tokens, SaltedPrompt) else None
+        if ttl is None:
+            ttl = self._store.config.ttl
+        return 0 if ttl is None else time.time_ns() + int(min(ttl, _LONGEST_TTL) * 1e9)
 
     def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
         root = keys.namespace_key(namespace)

@@ -58,6 +58,8 @@ def cache_of(kind: type[_Cache], args: argparse.Namespace) -> _Cache:
         reserve_bytes=args.prompt_cache_reserve,
         cold_quantize=args.cold_quantize,
         cold_admit=args.cold_admit,
+        ttl=args.prompt_cache_ttl,
+        pin_share=args.pin_share,
     )
     if args.cold_quantize != "none":
         _LOG.warning(

@@ -44,6 +44,21 @@ def duration(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1, as text.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a share like 0.5, from 0 to 1")
+    return value
+
+
 def bytes_text(n: float) -> str:
     """A number of bytes for people, in powers of 1000."""
     for unit in ("B", "KB", "MB", "GB"):

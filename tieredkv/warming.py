@@ -17,6 +17,7 @@ from typing import Any
 from mlx_lm import server as upstream
 
 from tieredkv import prefill
+from tieredkv.core import Pinned
 from tieredkv.generation import TieredModelProvider, TieredResponseGenerator
 from tieredkv.handler import GenerationEnded
 from tieredkv.keys import tenant
@@ -117,8 +118,9 @@ class _WarmingGenerator(TieredResponseGenerator):
         n = len(request.given) or self._n_shared(tokenizer, request, args, prompt)
         request.shared = SaltedPrompt(prompt[:n], request.cache_salt)
         known = self.prompt_cache.found(self.model_provider.model_key, request.shared)
-        # One token is always left to compute, and a reply is stored with it.
-        if known >= min(n, len(prompt) - 1):
+        # One token is always left to compute, and a reply is stored with it. Where prompts expire
+        # this is a use.
+        if known >= min(n, len(prompt) - 1) and self.cli_args.prompt_cache_ttl is None:
             raise _AlreadyWarm
         self._segments = _cut_at(segments, types, n)
         return prompt, *_cut_at(segments, types, n), state, vision
@@ -220,6 +222,7 @@ class Warmer:
         self.cache = cache_of(DurablePromptCache, args)
         self._provider = TieredModelProvider(args, self.cache)
         self._generator = _WarmingGenerator(self._provider, self.cache)
+        self._last = SaltedPrompt()
 
     def warm(self, prompt: Prompt, report: Callable[[int, int], None]) -> Warmed:
         """Compute and store what is lacking of a prompt.
@@ -243,10 +246,20 @@ class Warmer:
             return Warmed(prompt.name, error=str(error) or type(error).__name__)
         else:
             n_cached = context.prompt_cache_count
-        n = len(request.shared or ())
+        self._last = request.shared or SaltedPrompt()
+        n = len(self._last)
         # Its last insert may still be under way.
         self._generator.settle()
         return Warmed(prompt.name, n, max(0, n - n_cached), self.cache.n_lost > lost)
+
+    def pin(self) -> Pinned:
+        """Pin what later requests share of the prompt that was warmed last.
+
+        Raises:
+            PinRefused: it isn't on the disk, or pins would take more than their share.
+            ColdTierUnavailable: the disk can't be written.
+        """
+        return self.cache.pin(self._provider.model_key, self._last)
 
     def _arguments(self, prompt: Prompt) -> upstream.GenerationArguments:
         """Those of a request for a single token."""

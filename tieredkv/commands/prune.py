@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tieredkv.commands.console import FAILED, FINE, MISUSED, STATUS, Progress, add_command
+from tieredkv.commands.salts import add_salts, given_salt
 from tieredkv.core import ColdTierUnavailable
-from tieredkv.keys import tenant, tenant_salt
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader, ColdTier
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
@@ -25,7 +25,8 @@ examples:
   tieredkv prune --model ./old --older-than 12h    both must hold
   tieredkv prune --cache-salt alice --yes          all of one tenant, without a question
   tieredkv prune --to 20GB --dry-run               what an eviction down to 20 GB would take
-  tieredkv prune --to 0                            everything
+  tieredkv prune --to 0                            everything but what is pinned
+  tieredkv prune --to 0 --pinned                   everything
 
 What is removed stays readable in the file until it is overwritten, or tieredkv compact was run.
 Servers that run keep what they have in memory, and may write it again when it is used.
@@ -50,16 +51,7 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="of this model: its name or identity as stats shows them, or a pattern such as '*8B*'",
     )
-    prune.add_argument("--salt", metavar="TEXT", help="stored under this salt")
-    prune.add_argument(
-        "--cache-salt", metavar="TEXT", help="stored for requests with this cache_salt"
-    )
-    prune.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="stored for requests with this key, by a server with --cache-salt-from-api-key",
-    )
-    prune.add_argument("--unsalted", action="store_true", help="stored without a salt")
+    add_salts(prune)
     prune.add_argument(
         "--older-than",
         type=duration,
@@ -71,6 +63,9 @@ def add(commands: Any) -> None:
         type=size,
         metavar="SIZE",
         help="the least worth keeping first, until this much is in use: 500MB, 4GiB",
+    )
+    prune.add_argument(
+        "--pinned", action="store_true", help="pinned prompts too, which stay otherwise"
     )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     prune.add_argument("--yes", action="store_true", help="don't ask")
@@ -95,23 +90,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _criteria(options: argparse.Namespace) -> Criteria:
-    salts = (options.salt, options.cache_salt, options.api_key)
-    salted = any(text is not None for text in salts)
-    if options.unsalted and salted:
-        options.parser.error("--unsalted contradicts --salt, --cache-salt and --api-key")
-    whose = tenant(options.api_key or "", options.cache_salt or "")
-    salt = tenant_salt((options.salt or "").encode(), whose)
     age = options.older_than
     criteria = Criteria(
         model=options.model,
-        salt=salt if salted or options.unsalted else None,
+        salt=given_salt(options),
         unused_since=None if age is None else time.time_ns() - int(age * 1e9),
         to_bytes=options.to,
+        pinned=options.pinned,
     )
-    if criteria == Criteria():
+    if criteria == Criteria(pinned=options.pinned):
         options.parser.error(
             "say what is to go: --model, --salt, --cache-salt, --api-key, --unsalted, "
-            "--older-than, --to (--to 0 for everything)"
+            "--older-than, --to (--to 0 for everything); --pinned is no condition"
         )
     return criteria
 

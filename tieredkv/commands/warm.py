@@ -10,20 +10,24 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tieredkv.commands.console import FAILED, FINE, STATUS, add_command
+from tieredkv.core import PinRefused
 from tieredkv.prompt_files import ROLES, BadPrompt, Prompt, read
 from tieredkv.units import bytes_text
+
+if TYPE_CHECKING:
+    from tieredkv.warming import Warmed, Warmer
 
 _PROGRESS_EVERY_S = 0.1
 
 _HELP = f"""\
 examples:
   tieredkv warm --model mlx-community/Qwen3-4B-4bit docs/*.md
-  tieredkv warm --model ./model --as system instructions.txt
+  tieredkv warm --model ./model --as system instructions.txt --pin
   tieredkv warm --model ./model contexts.jsonl --prompt-cache-disk-bytes 100GB
 
 A text file is what a user's message begins with (--as system: a system prompt; --as prompt: a
@@ -48,6 +52,7 @@ _VALUES = {
     "--prompt-cache-bytes": "cap on the memory of cached prompts",
     "--prompt-cache-disk-bytes": "cap on the file that holds them",
     "--prompt-cache-reserve": "disk to leave free",
+    "--pin-share": "the most of the file that pinned prompts may take",
     "--memory-limit": "what MLX may hold in all",
     "--kv-bits": "bits of a quantized state",
     "--kv-group-size": "group size of a quantized state",
@@ -82,6 +87,15 @@ def add(commands: Any) -> None:
         choices=ROLES,
         default="user",
         help="what a text file is (default: %(default)s)",
+    )
+    warm.add_argument(
+        "--pin", action="store_true", help="keep them whatever else has to go, see tieredkv pin"
+    )
+    warm.add_argument(
+        "--ttl",
+        dest="prompt_cache_ttl",
+        metavar="TIME",
+        help="forget them when they were not used for this long: 90s, 45m, 12h, 30d",
     )
     group = warm.add_argument_group("flags of tieredkv serve, with its meaning and defaults")
     for flag, text in _VALUES.items():
@@ -132,7 +146,7 @@ def _server_arguments(options: argparse.Namespace) -> argparse.Namespace:
     from tieredkv.flags import parser  # late: it loads mlx
 
     given = ["--model", options.model, "--prompt-cache-dir", str(options.dir)]
-    for flag in _VALUES:
+    for flag in (*_VALUES, "--prompt-cache-ttl"):
         value = getattr(options, flag[2:].replace("-", "_"))
         given += [f"{flag}={value}"] if value is not None else []
     given += [flag for flag in _SWITCHES if getattr(options, flag[2:].replace("-", "_"))]
@@ -142,7 +156,7 @@ def _server_arguments(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
-    from tieredkv.warming import Warmed, Warmer  # late: it loads mlx
+    from tieredkv.warming import Warmer  # late: it loads mlx
 
     began = time.monotonic()
     warmed: list[Warmed] = []
@@ -155,6 +169,8 @@ def _run(options: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
         for prompt in prompts:
             with line.of(prompt):
                 warmed.append(warmer.warm(prompt, line))
+            if options.pin and not warmed[-1].error:
+                warmed[-1] = _pinned(warmer, warmed[-1])
             line.done(prompt, warmed[-1].computed)
             _tell(line, warmed[-1])
     except KeyboardInterrupt:
@@ -183,7 +199,15 @@ def _run(options: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
     return status
 
 
-def _tell(line: _Line, warmed: Any) -> None:
+def _pinned(warmer: Warmer, warmed: Warmed) -> Warmed:
+    try:
+        warmer.pin()
+    except PinRefused as error:
+        return replace(warmed, error=f"not pinned: {error}")
+    return warmed
+
+
+def _tell(line: _Line, warmed: Warmed) -> None:
     why = warmed.error or ("not all of it could be stored" if warmed.lost else "")
     if why:
         line.clear()

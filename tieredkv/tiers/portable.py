@@ -486,10 +486,10 @@ def checked(row: Row, blob: bytes, codec: Codec) -> Foreign:
         raise BadFile(f"block {row.key.hex()[:16]}: {error}") from error
     if not all(map(_is_finite, (spec.dtype for spec in parsed.specs), tensors)):
         raise BadFile(f"block {row.key.hex()[:16]}: it holds values that are not finite")
-    block = Block(
-        record.root, record.parent, row.key, record.tokens, parsed.specs, (), row.use.grade
-    )
-    return Foreign(block, blob, record.checksum, row.use)
+    use = row.use
+    names = record.root, record.parent, row.key, record.tokens
+    block = Block(*names, parsed.specs, (), use.grade, use.expires)
+    return Foreign(block, blob, record.checksum, use)
 
 
 def _is_finite(dtype: str, tensor: NDArray[Any]) -> bool:
