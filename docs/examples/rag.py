@@ -38,9 +38,9 @@ DOCUMENTS = {
     "Handbook: travel": (
         "Trains are booked in second class, and in first class for journeys of more than four "
         "hours. Flights are for distances of more than 700 kilometres. A hotel may cost 140 euros "
-        "a night, in capitals 180. Receipts are handed in within 30 days, as photographs. Meals are "
-        "paid at 14 euros for half a day and 28 euros for a whole one, without receipts. Whoever "
-        "drives their own car gets 30 cents a kilometre."
+        "a night, in capitals 180. Receipts are handed in within 30 days, as photographs. Meals "
+        "are paid at 14 euros for half a day and 28 euros for a whole one, without receipts. "
+        "Whoever drives their own car gets 30 cents a kilometre."
     ),
     "Handbook: equipment": (
         "New colleagues get a notebook with 32 gigabytes of memory, a monitor and a headset. "

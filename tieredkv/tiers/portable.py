@@ -416,15 +416,17 @@ def _quantize(fields: Mapping[str, Any]) -> str:
 def _rows(index: IO[bytes], origins: Mapping[BlockKey, Origin]) -> Iterator[Row]:
     """The rows of an index, each of which hangs on one before it."""
     sizes = {r: int(str(described(o.description)["block_tokens"])) for r, o in origins.items()}
-    full: dict[BlockKey, bool] = {}
+    # Of each block before, its root and whether it is full.
+    before: dict[BlockKey, tuple[BlockKey, bool]] = {}
     while (packed := _part(index)) is not None:
         row = _row(packed, _part(index) or b"")
         size = sizes.get(row.record.root)
         if size is None:
             raise BadFile("a block of a namespace that isn't described")
-        _check_place(row, size, full)
-        full[row.key] = row.record.tokens != WINDOW_TOKENS and len(row.record.tokens) == 8 * size
-        if len(full) > MAX_BLOCKS:
+        _check_place(row, size, before)
+        is_full = not row.is_state and len(row.record.tokens) == 8 * size
+        before[row.key] = row.record.root, is_full
+        if len(before) > MAX_BLOCKS:
             raise BadFile(f"more than {MAX_BLOCKS} blocks")
         yield row
 
@@ -449,21 +451,22 @@ def _row(packed: bytes, used: bytes) -> Row:
     return Row(block_key(record.parent, record.tokens), record, use)
 
 
-def _check_place(row: Row, block_tokens: int, full: Mapping[BlockKey, bool]) -> None:
+def _check_place(
+    row: Row, block_tokens: int, before: Mapping[BlockKey, tuple[BlockKey, bool]]
+) -> None:
     record = row.record
-    if row.key in full:
+    if row.key in before:
         raise BadFile("a block that is there twice")
     if len(record.tokens) > 8 * block_tokens:
         raise BadFile("a block of more tokens than its namespace allows")
-    is_window = record.tokens == WINDOW_TOKENS
-    if not is_window and WINDOW in np.frombuffer(record.tokens, "<i8"):
+    if not row.is_state and WINDOW in np.frombuffer(record.tokens, "<i8"):
         raise BadFile("a token that is none")
     if record.parent == record.root:
-        if is_window or not record.tokens:
+        if row.is_state:
             raise BadFile("state that hangs on no block")
         return
-    is_full = full.get(record.parent)
-    if is_full is None:
+    root, is_full = before.get(record.parent, (None, False))
+    if root != record.root:
         raise BadFile("a block without its parent, or before it")
     if not is_full and record.tokens:
         raise BadFile("a block behind one that isn't full")
