@@ -204,6 +204,16 @@ def test_salts_are_kept_apart(cache: TieredPromptCache, loaded: tuple[Any, Any])
     assert ours(cache, *loaded, tokens, cache_salt="a")[1] == len(tokens) - 1
 
 
+def test_a_prompt_can_be_kept_for_a_while(
+    cache: TieredPromptCache, loaded: tuple[Any, Any]
+) -> None:
+    """What is asked to be forgotten must be."""
+    tokens = loaded[1].encode(TEXT)
+    ours(cache, *loaded, tokens, cache_ttl=0.001)
+    assert ours(cache, *loaded, tokens)[1] == 0
+    assert ours(cache, *loaded, tokens)[1] == len(tokens) - 1
+
+
 def test_a_model_that_was_not_bound_is_said_to_be(tmp_path: Path, loaded: tuple[Any, Any]) -> None:
     """State under a guessed name could be found for other weights."""
     with TieredPromptCache(tmp_path) as unaware, pytest.raises(NotBound, match="bind"):

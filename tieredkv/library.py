@@ -90,6 +90,7 @@ def stream_generate(
     *,
     draft_model: Any = None,
     cache_salt: str = "",
+    cache_ttl: float | None = None,
     checkpoint_tokens: int = CHECKPOINT_TOKENS,
     **options: Any,
 ) -> Iterator[Response]:
@@ -104,6 +105,7 @@ def stream_generate(
         prompt: text, or token ids.
         draft_model: as in mlx-lm.
         cache_salt: prompts are shared only with those of the same; as the server's field.
+        cache_ttl: seconds after its last use that the prompt is kept; None for the cache's ``ttl``.
         checkpoint_tokens: a long prompt is stored every so many tokens while it is computed, which
             for models with recurrent layers are also the places where another prompt can go on;
             0 for only at its end.
@@ -111,15 +113,15 @@ def stream_generate(
 
     Raises:
         NotBound: the cache doesn't know the model.
-        ValueError: an option that a cached prompt can't have, or ``kv_bits`` other than those
-            that the cache was made with (its ``quantization``).
+        ValueError: a prompt that is empty, an option that a cached prompt can't have, or
+            ``kv_bits`` other than those that the cache was made with (its ``quantization``).
     """
     request = _request(
         cache,
         [m for m in (model, draft_model) if m is not None],
         tokenizer,
         prompt,
-        cache_salt,
+        (tenant("", cache_salt), cache_ttl),
         checkpoint_tokens,
         options,
     )
@@ -142,10 +144,11 @@ def _request(
     models: Sequence[Any],
     tokenizer: Any,
     prompt: Any,
-    cache_salt: str,
+    kept: tuple[bytes, float | None],
     checkpoint_tokens: int,
     options: dict[str, Any],
 ) -> _Request:
+    """A request that was looked at; ``kept`` are salt and time of its prompt."""
     for name, why in _REFUSED.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} doesn't go with a prompt cache: {why}")
@@ -157,7 +160,7 @@ def _request(
     if key is None:
         raise NotBound("bind the model first: cache.bind(path, model), after each load")
     wrapped = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-    tokens = SaltedPrompt(_encoded(wrapped, prompt), tenant("", cache_salt))
+    tokens = SaltedPrompt(_encoded(wrapped, prompt), *kept)
     if not tokens:
         raise ValueError("the prompt must not be empty")
     request = _Request(cache, key, tuple(models), wrapped, tokens, checkpoint_tokens, options)
@@ -383,11 +386,13 @@ def _stoppable(
     *,
     draft_model: Any = None,
     cache_salt: str = "",
+    cache_ttl: float | None = None,
     checkpoint_tokens: int = CHECKPOINT_TOKENS,
     **options: Any,
 ) -> Any:
     models = [m for m in (model, draft_model) if m is not None]
-    request = _request(cache, models, tokenizer, prompt, cache_salt, checkpoint_tokens, options)
+    kept = tenant("", cache_salt), cache_ttl
+    request = _request(cache, models, tokenizer, prompt, kept, checkpoint_tokens, options)
     return _answer(request, should_stop)
 
 
