@@ -166,7 +166,7 @@ def _inserted(options: argparse.Namespace, prompt: Prompt) -> int:
 
     prompter = _prompter(options)
     progress = Progress("computing")
-    off = 0.0
+    off = None
     with _cache(options, prompter) as cache:
         tokens = _salted(options, prompt, prompter.tokens(prompt))
         if options.trust:
@@ -186,7 +186,7 @@ def _inserted(options: argparse.Namespace, prompt: Prompt) -> int:
             raise mlxfile.NotStored(
                 f"not all of it could be stored: {cache.stats().refused or cache.stats().dropped}"
             )
-    _say(options, {"tokens": len(tokens), "difference": round(off, 4)}, "stored")
+    _say(options, {"tokens": len(tokens), "difference": off and round(off.all, 4)}, "stored")
     return FINE
 
 
