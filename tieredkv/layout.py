@@ -718,8 +718,9 @@ def _relative(array: mx.array | None, other: mx.array | None, by_token: bool) ->
     a, b = array.astype(mx.float32), other.astype(mx.float32)
     axes = (0, 1, 3) if by_token else None
     off, size = (mx.sqrt(mx.sum(x * x, axis=axes)) for x in (a - b, b))
-    parts = np.array(off / mx.maximum(size, 1e-6)).reshape(-1)
-    return np.nan_to_num(parts, nan=np.inf, posinf=np.inf)
+    parts: NDArray[Any] = np.array(off / mx.maximum(size, 1e-6)).reshape(-1)
+    parts[np.isnan(parts)] = np.inf
+    return parts
 
 
 class SnapshotPlan:
