@@ -25,7 +25,7 @@ from typing import Any, SupportsIndex, overload
 import mlx.core as mx
 import numpy as np
 
-from tieredkv import keys, layout, policy
+from tieredkv import keys, layout, matching, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
@@ -34,7 +34,9 @@ from tieredkv.core import (
     BlockKey,
     Chain,
     Config,
+    FetchReport,
     Hit,
+    Keeping,
     Match,
     Namespace,
     Pinned,
@@ -42,15 +44,20 @@ from tieredkv.core import (
     Problem,
     Quantization,
     Refused,
+    StoreDetails,
     StoreStats,
     TensorSpec,
     Tokens,
 )
+from tieredkv.explain import AMBIGUOUS, CHANGED, UNREADABLE, Explanation, Wanted, missed
 from tieredkv.identity import Fingerprints, IdentityChanged
+from tieredkv.inquiry import Form, Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
+from tieredkv.tiers import pins, pruning
 from tieredkv.tiers.pruning import Criteria, Pruned
+from tieredkv.tiers.tree import PrefixUsage, Ranking
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -70,11 +77,12 @@ _DRAIN_SECONDS = 60.0
 _LONGEST_TTL = 1e9
 
 
-def _host() -> str:
+def host_of(quantization: Quantization | None) -> str:
     """What computes the state: other kernels may round otherwise, so they never share it."""
     device = str(mx.default_device().type).rpartition(".")[2]
     kind = mx.device_info().get("architecture", "")
-    return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    host = f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    return f"{host}, {quantization}" if quantization else host
 
 
 def _recommended_bytes() -> int | None:
@@ -205,11 +213,13 @@ class TieredPromptCache:
                 pin_share,
             )
         )
-        self._host = f"{_host()}, {quantization}" if quantization else _host()
+        self._host = host_of(quantization)
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
+        self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
+        self._ranking = Ranking(self._store.cold.consult)
         self._chains = keys.Chains()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
@@ -232,6 +242,7 @@ class TieredPromptCache:
         """
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
+            self._last_fetch = FetchReport(len(ids))
             self._store.expire()
             caches, n = self._fetch(model, ids, _tenant(tokens), self._expiry(tokens))
             return caches, ids[n:].tolist()
@@ -352,9 +363,44 @@ class TieredPromptCache:
         mx.clear_cache()
         return freed >= over
 
+    @property
+    def directory(self) -> Path | None:
+        """Where the cold tier is; None if there is none."""
+        return self._store.config.cold_dir if self._store.cold.cap_bytes else None
+
+    @property
+    def last_fetch(self) -> FetchReport:
+        """What the last `fetch_nearest_cache` found. On the thread that fetches: others may have
+        fetched something else meanwhile.
+        """
+        return self._last_fetch
+
+    def explain(self, model: Hashable, tokens: Sequence[int]) -> Explanation:
+        """Why ``tokens`` would hit as far as they would if they were fetched now, or why they
+        would miss. Reads no state, changes and counts nothing.
+
+        Raises:
+            TypeError, ValueError, OverflowError: ``tokens`` are not token ids.
+        """
+        ids = keys.as_tokens(tokens)
+        with self._contained("explain"):
+            return self._explain(model, ids, _tenant(tokens))
+        return missed(UNREADABLE, "a fault that the log tells of", len(ids))
+
+    def prefixes(self, n: int) -> list[PrefixUsage]:
+        """The ``n`` prefixes in the cold tier that most requests found, the first the most.
+
+        Reads the whole index, so of a large store it is what was found up to a few minutes ago.
+        """
+        return self._ranking.first(n)
+
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
         return self._store.stats()
+
+    def details(self) -> StoreDetails:
+        """A reading of what `stats` has no room for: distributions, and the last faults."""
+        return self._store.details()
 
     def check(self) -> list[Problem]:
         """Faults in the tiers' books; an empty list if all is well. Reads the whole index."""
@@ -409,6 +455,17 @@ class TieredPromptCache:
         """
         return self._store.cold.pinned_bytes
 
+    def keeping(self, ids: Sequence[str]) -> dict[str, Keeping]:
+        """How long the prefixes with these ids stay on disk. Any thread."""
+        found = self._store.cold.consult(lambda rows: pins.keeping(rows, ids))
+        return dict.fromkeys(ids, Keeping()) | (found or {})
+
+    def would_prune(self, criteria: Criteria) -> Pruned:
+        """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
+        plan = self._store.cold.consult(lambda rows: pruning.plan(rows, criteria))
+        victims = list(plan.until(criteria.to_bytes)) if plan else []
+        return Pruned(len(victims), sum(victim.blob_bytes for victim in victims))
+
     def prune(self, criteria: Criteria) -> Pruned:
         """Delete from both tiers what ``criteria`` mean, once what waits to be written is: see
         `TieredStore.prune`. Any thread; prompts are served meanwhile, and those that come may be
@@ -436,6 +493,7 @@ class TieredPromptCache:
         self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
+        before = self._store.promote_seconds
         found = self._known_namespace(model, tenant)
         if found is None:
             return None, 0
@@ -447,12 +505,17 @@ class TieredPromptCache:
         else:
             how = self._quantization
             shape, hit = self._load_at_step(namespace, shape, tokens[:-1], how, expires)
+        promote_seconds = self._store.promote_seconds - before
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
-            return self._miss("absent")
+            self._miss("absent", promote_seconds)
+            return None, 0
         caches = layout.restore(shape, hit, len(tokens), self._copiers)
         self._note_fetch(namespace, tokens, hit.n_tokens)
-        self._store.counters.add("hits")
+        self._last_fetch = FetchReport(len(tokens), hit.n_hot, hit.n_cold, promote_seconds)
+        root = keys.namespace_key(namespace)
+        self._store.pace.spared(root, hit.n_tokens, promote_seconds)
+        self._store.counters.add("hits", label="cold" if hit.n_cold else "hot")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return caches, hit.n_tokens
@@ -467,7 +530,7 @@ class TieredPromptCache:
             match = self._match(chain, shape)
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
-                match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
+                match = matching.only_hot(match, chain) if shape.is_sliced else Match()
             hit = self._store.load(chain, match, expires)
             if hit is None or layout.fits(shape, hit):
                 return hit
@@ -475,11 +538,10 @@ class TieredPromptCache:
 
     def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
         """Whether what a match would promote is faster read than computed."""
-        n_cold = match.n_tokens - min(match.n_hot * chain.block_tokens, match.n_tokens)
+        n_cold, n_whole = matching.cold_tokens(match, chain)
         if not n_cold:
             return True
-        whole = -(-n_cold // chain.block_tokens) * chain.block_tokens
-        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(whole))
+        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(n_whole))
 
     def _load_at_step(
         self,
@@ -504,6 +566,29 @@ class TieredPromptCache:
                     return shape, hit
                 n = found // how.step * how.step
         return plain, None
+
+    def _explain(self, model: Hashable, ids: Tokens, tenant: bytes) -> Explanation:
+        if not self._close.alive:
+            return missed(UNREADABLE, "the cache is closed", len(ids))
+        with self._lock:
+            try:
+                base = self._base(model, tenant)
+            except (IdentityChanged, OSError, ValueError) as e:
+                return missed(CHANGED, str(e), len(ids))
+            shape = self._layouts.get(_unsalted(base))
+        shapes = [shape] if shape else self._stored_layouts(base)
+        if len(shapes) > 1:
+            why = "several layouts are stored for this model, and which is its own isn't known yet"
+            return missed(AMBIGUOUS, why, len(ids))
+        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        inquiry = Inquiry(
+            self._store.hot,
+            self._store.cold,
+            self._store.config.cold_dir,
+            self._quantization,
+            self._store.pace.is_faster_read,
+        )
+        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
 
     def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
         try:
@@ -681,17 +766,22 @@ class TieredPromptCache:
         try:
             base = self._base(model, tenant)
         except IdentityChanged as e:
-            if self._store.counters.add("misses", label="identity") == 1:
+            self._store.faults.note("identity", str(e))
+            if self._miss("identity") == 1:
                 _LOG.warning("tieredkv: %s; its prompts are misses until it is loaded again", e)
             return None
         shape = self._layouts.get(_unsalted(base))
         if shape is None:
-            stored = self._store.cold.layouts(keys.base_key(base))
+            stored = self._stored_layouts(base)
             if len(stored) != 1:
                 self._miss("ambiguous" if stored else "absent")
                 return None
-            shape = Layout.from_json(stored[0])
+            shape = stored[0]
         return replace(base, layout=shape.to_json()), shape
+
+    def _stored_layouts(self, base: Namespace) -> list[Layout]:
+        """Those that the cold tier has for a model."""
+        return [*map(Layout.from_json, self._store.cold.layouts(keys.base_key(base)))]
 
     def _places(self, model: Hashable, tokens: Sequence[int]) -> list[Place]:
         """Where the state of a prompt may be stored."""
@@ -728,11 +818,13 @@ class TieredPromptCache:
 
     # ---- faults
 
-    def _miss(self, reason: str) -> tuple[None, int]:
-        self._store.counters.add("misses", label=reason)
-        return None, 0
+    def _miss(self, reason: str, promote_seconds: float = 0.0) -> int:
+        """Count a miss; how many of the kind there were."""
+        self._last_fetch = FetchReport(self._n_prompt, promote_seconds=promote_seconds, miss=reason)
+        return self._store.counters.add("misses", label=reason)
 
     def _refuse(self, refusal: Refused) -> None:
+        self._store.faults.note("refused", str(refusal))
         if self._store.counters.add("refused", label=refusal.reason) == 1:
             _LOG.warning("tieredkv: not stored: %s; only counted from here on", refusal)
 
@@ -741,7 +833,8 @@ class TieredPromptCache:
         """The one place where any fault ends: told, counted, and a miss."""
         try:
             yield
-        except Exception:  # noqa: BLE001 - the boundary: an exception here would kill the host
+        except Exception as e:  # noqa: BLE001 - the boundary: one here would kill the host
+            self._store.faults.note(what, f"{what} failed: {type(e).__name__}: {e}")
             if self._store.counters.add("faults", label=what) == 1:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what

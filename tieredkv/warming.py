@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +18,13 @@ from mlx_lm import server as upstream
 from tieredkv import prefill
 from tieredkv.core import Pinned
 from tieredkv.generation import TieredModelProvider, TieredResponseGenerator
-from tieredkv.handler import GenerationEnded
 from tieredkv.keys import tenant
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
 from tieredkv.prompt_files import Prompt
 from tieredkv.server import cache_of
 
 _FLUSH_SECONDS = 600.0
-_LOOK_SECONDS = 0.25
+_SETTLE_SECONDS = 60.0
 
 # How a text may go on. Its last tokens may depend on that: what is warmed ends before those.
 _GOES_ON = (" A", "\n\n1", "b", ".\n")
@@ -84,26 +82,6 @@ class DurablePromptCache(TieredPromptCache):
 
 class _WarmingGenerator(TieredResponseGenerator):
     """The server's loop, whose prompts have a segment that ends where other requests part."""
-
-    def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
-        self._idle = threading.Event()
-        super().__init__(model_provider, prompt_cache)
-
-    def _next_request(self, timeout: float | None = None) -> Any:
-        # The loop is between requests: whatever the last one stored is stored.
-        self._idle.set()
-        return super()._next_request(timeout)
-
-    def settle(self) -> None:
-        """Wait until the loop is done with the requests that were answered.
-
-        Raises:
-            GenerationEnded: it has ended.
-        """
-        self._idle.clear()
-        while not self._idle.wait(_LOOK_SECONDS):
-            if not self.generation_available():
-                raise GenerationEnded("the generation thread has ended")
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """The server's.
@@ -249,7 +227,7 @@ class Warmer:
         self._last = request.shared or SaltedPrompt()
         n = len(self._last)
         # Its last insert may still be under way.
-        self._generator.settle()
+        self._generator.settle(_SETTLE_SECONDS)
         return Warmed(prompt.name, n, max(0, n - n_cached), self.cache.n_lost > lost)
 
     def pin(self) -> Pinned:

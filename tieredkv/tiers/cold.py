@@ -42,6 +42,7 @@ from tieredkv.core import (
 )
 from tieredkv.hazard import STATE, Judge, Trial, kind_of
 from tieredkv.keys import base_key, common_prefix, namespace_key
+from tieredkv.metrics import Departures, Faults, Histogram
 from tieredkv.tiers import audit, pins, pruning
 from tieredkv.tiers.environment import (
     Damaged,
@@ -148,6 +149,9 @@ class _Reading:
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
+        self._recent = Faults()
+        self._commits = Histogram()
+        self._departures = Departures()
         self._loader: Loader | None = Loader(
             codec, self._copy_blob, self._announce, self._condemn, self._count_fault
         )
@@ -282,6 +286,10 @@ class _Reading:
         empty = ColdUsage(file_bytes, 0, 0, 0, 0, 0, 0, 0, ())
         return self._read(lambda rows: survey(rows, file_bytes), empty)
 
+    def consult(self, work: Callable[[Rows], _T]) -> _T | None:
+        """Result of ``work`` in one read transaction, None if the store can't be read."""
+        return self._read(work, None)
+
     def check(self) -> list[Problem]:
         """See ``Tier.check``. Reads all rows, but not the contents of blobs."""
         failed = [Problem("cold", str(self._directory), "can't be read")]
@@ -340,7 +348,12 @@ class _Reading:
         """What happened since this tier was opened."""
         with self._lock:
             return ColdTierCounters(
-                **self._counts, dropped=dict(self._dropped), faults=dict(self._faults)
+                **self._counts,
+                dropped=dict(self._dropped),
+                faults=dict(self._faults),
+                commit_seconds=self._commits.reading(),
+                departures=self._departures.reading(),
+                recent=self._recent.recent(),
             )
 
     def close(self) -> None:
@@ -437,6 +450,7 @@ class _Reading:
 
     def _count_fault(self, kind: str, error: BaseException) -> None:
         """Count an error, and log the first of its kind."""
+        self._recent.note(kind, str(error) or type(error).__name__)
         with self._lock:
             self._faults[kind] += 1
             first = self._faults[kind] == 1
@@ -564,6 +578,7 @@ class _Terms:
     judge: Judge[BlockKey]
     spared: frozenset[BlockKey]
     evictable_bytes: int
+    reason: str = "room"
 
 
 @dataclass(slots=True)
@@ -580,6 +595,8 @@ class _Done:
     pinned: Pinned | None = None
     pinned_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    # Why each block left, and its last use in Unix ns.
+    left: list[tuple[str, int]] = field(default_factory=list)
 
 
 class ColdTier(_Reading):
@@ -700,7 +717,7 @@ class ColdTier(_Reading):
         """See ``Tier.trim_to``. In bounded steps, between which others may write."""
 
         def trim(ledger: Ledger, done: _Done) -> None:
-            terms = _Terms(self._judge, frozenset(), _MAX_EVICTED_BYTES)
+            terms = _Terms(self._judge, frozenset(), _MAX_EVICTED_BYTES, "trim")
             _evict(ledger, max(0, n_bytes), terms, done)
 
         while (done := self._write(trim)) is not None and done.evicted_bytes:
@@ -931,6 +948,7 @@ class ColdTier(_Reading):
         done.shown += kind != STATE
         done.counts["blocks_written"] += 1
         done.counts["bytes_written"] += len(blob)
+        done.counts["raw_bytes"] += block.n_bytes
         done.counts["page_bytes_written"] += cost
         return ""
 
@@ -984,7 +1002,7 @@ class ColdTier(_Reading):
 
     def _write(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
         """What ``work`` did in one transaction, now committed; None if nothing was changed."""
-        before = thread_bytes()
+        before, start = thread_bytes(), time.monotonic()
         done = self._write_once(work)
         if done is None and self._environment is None:
             # The store was lost or given up, and can be opened anew.
@@ -1002,6 +1020,9 @@ class ColdTier(_Reading):
             encoded, disk = (a - b for a, b in zip(self._untold, done.told, strict=True))
             self._untold = encoded + done.counts["bytes_written"], disk + on_disk
             self._n_shown += done.shown
+        self._commits.observe(time.monotonic() - start)
+        for reason, used in done.left:
+            self._departures.note(reason, (time.time_ns() - used) / 1e9)
         return done
 
     def _write_once(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
@@ -1129,8 +1150,10 @@ def _evict(ledger: Ledger, limit: int, terms: _Terms, done: _Done) -> bool:
         gone = ledger.evict(terms.judge, terms.spared)
         if gone is None:
             return False
-        done.evicted_bytes += ledger.cost_bytes(gone.blob_bytes)
+        record, used = gone
+        done.evicted_bytes += ledger.cost_bytes(record.blob_bytes)
         done.counts["evictions"] += 1
+        done.left.append((terms.reason, used))
     return True
 
 
@@ -1140,6 +1163,7 @@ def _expire(now: int, ledger: Ledger, done: _Done) -> None:
         key = ledger.first_due(now)
         if key is None:
             return
+        done.left.append(("ttl", ledger.use(key).used))
         ledger.remove(key)
         done.counts["expired"] += 1
 
@@ -1153,6 +1177,7 @@ def _prune(victims: Sequence[Victim], criteria: Criteria, ledger: Ledger, done: 
         if _is_still_due(ledger, victim, criteria):
             ledger.remove(victim.key)
             done.pruned.append(victim)
+            done.left.append(("prune", victim.last_use))
 
 
 def _is_still_due(ledger: Ledger, victim: Victim, criteria: Criteria) -> bool:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tieredkv.core import BlockKey, Chain, CorruptBlob, Pinned, PinRefused, Place
+from tieredkv.core import BlockKey, Chain, CorruptBlob, Keeping, Pinned, PinRefused, Place
 from tieredkv.keys import (
     LEAST_ID_DIGITS,
     WINDOW_TOKENS,
@@ -234,6 +234,15 @@ def listed(rows: Rows) -> list[PinnedPrefix]:
         found.append(
             PinnedPrefix(prefix.id, key.hex(), name, prefix.n_tokens, prefix.n_bytes, when[key])
         )
+    return found
+
+
+def keeping(rows: Rows, ids: Iterable[str]) -> dict[str, Keeping]:
+    """How long the prefixes of ``ids`` that are here stay: of each what its own last block says."""
+    found = {}
+    for prefix in ids:
+        for key in rows.starting(prefix):
+            found[prefix] = Keeping(rows.is_pinned(key), rows.use(key).expires)
     return found
 
 

@@ -34,8 +34,7 @@ from tieredkv.core import (
 )
 from tieredkv.keys import KEY_BYTES, WINDOW_TOKENS, base_key, block_key, namespace_key
 from tieredkv.tiers.ledger import Origin
-from tieredkv.tiers.pruning import namespace_of
-from tieredkv.tiers.records import MAX_TOKENS, Record, Use, described
+from tieredkv.tiers.records import MAX_TOKENS, Record, Use, described, namespace_of
 
 FORMAT = "tieredkv-portable"
 VERSION = 1

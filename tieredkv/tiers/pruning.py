@@ -11,7 +11,15 @@ from tieredkv.core import BlockKey, Namespace
 from tieredkv.hazard import Choice, Counters, Shelves, Table, inherit
 from tieredkv.keys import base_key, namespace_key
 from tieredkv.tiers.ledger import CLOCK, NamespaceRow, Origin, Rows
-from tieredkv.tiers.records import MAX_TOKENS, Record, Totals, Use, describe, described, label
+from tieredkv.tiers.records import (
+    Record,
+    Totals,
+    Use,
+    describe,
+    described,
+    label,
+    namespace_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +167,3 @@ def _leaves_first(
 
 def _is_like(wanted: str, name: str, model: str) -> bool:
     return wanted in (name, model) or fnmatchcase(name, wanted)
-
-
-def namespace_of(fields: Mapping[str, object], salt: bytes) -> Namespace:
-    """The namespace that ``fields`` describe, if ``salt`` is its salt."""
-    texts = {
-        name: str(fields.get(name, ""))
-        for name in ("model", "adapter", "draft", "host", "shard", "layout", "name")
-    }
-    tokens = fields.get("block_tokens")
-    block_tokens = tokens if isinstance(tokens, int) and 0 <= tokens <= MAX_TOKENS else 0
-    how = str(fields.get("cold_quantize", "none"))
-    return Namespace(**texts, salt=salt, block_tokens=block_tokens, cold_quantize=how)
