@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from bench import architectures, sizing
 from bench.architectures import config_of
 from tieredkv import layout
+from tieredkv.cli import commands
 from tieredkv.flags import parser
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +47,13 @@ def test_every_flag_of_the_cache_is_documented_and_no_other() -> None:
     """Operators would not find a flag, or be told of one that the server refuses."""
     table = read("docs/operations.md").partition("## Flags")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(--[a-z-]+)", table, re.MULTILINE)) == flags_of_the_cache()
+
+
+def test_the_readme_names_every_command_and_no_other() -> None:
+    """A command that isn't there is looked for first, one that isn't named never found."""
+    rows = re.findall(r"^\| `tieredkv (.*?) \|", read("README.md"), re.MULTILINE)
+    named = {name.strip("`") for row in rows for name in row.split(", ")}
+    assert named | {"serve"} == set(commands().choices)
 
 
 # ---- log lines
