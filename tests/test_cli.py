@@ -115,6 +115,7 @@ def test_the_public_names_are_these() -> None:
 
     assert tieredkv.__all__ == [
         "Config",
+        "GenerationThread",
         "Hit",
         "Namespace",
         "PinRefused",
@@ -126,6 +127,9 @@ def test_the_public_names_are_these() -> None:
         "TieredKVError",
         "TieredPromptCache",
         "TieredStore",
+        "adopt",
+        "generate",
         "serve",
+        "stream_generate",
     ]
     assert all(getattr(tieredkv, name) for name in tieredkv.__all__)
