@@ -97,7 +97,7 @@ def ids(store: Path, n_tokens: int) -> list[str]:
     return [row.key.hex()[:16] for row in rows if length(row) == n_tokens]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "falcon_h1"])
+@pytest.mark.parametrize("kind", ["qwen3", "falcon_h1"])
 def test_a_stored_prefix_is_exported_by_its_id(
     models: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +121,7 @@ def test_a_stored_prefix_is_exported_by_its_id(
     assert go_on(monkeypatch, file)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gemma3_text", "falcon_h1"])
 def test_what_mlx_lm_wrote_hits(
     models: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

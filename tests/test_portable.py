@@ -453,7 +453,7 @@ def test_bytes_flipped_anywhere_store_nothing_wrong(file: Path, tmp_path: Path) 
     """Whatever a bad disk or cable does to a file, what is stored is as it was computed."""
     good = file.read_bytes()
     rng = random.Random(5)
-    for i in range(60):
+    for i in range(30):
         data = bytearray(good)
         for _ in range(rng.choice((1, 3, 30))):
             data[rng.randrange(len(data))] ^= rng.randrange(1, 256)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tieredkv.commands.console import FAILED, FINE, STATUS, Progress, add_command
+from tieredkv.commands.console import FINE, STATUS, Progress, add_command
 from tieredkv.commands.mlxfiles import add_mlx, run_export
 from tieredkv.commands.salts import add_salts, given_salt
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader
 from tieredkv.tiers.portable import BadFile, Written, write
 from tieredkv.tiers.pruning import Criteria
-from tieredkv.tiers.selection import Chosen, Selection, UnknownPrefix
+from tieredkv.tiers.selection import Chosen, Selection
 from tieredkv.units import bytes_text, duration
 
 _HELP = f"""\
@@ -100,12 +99,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         chosen = reader.choose(_selection(options))
         if not chosen.rows:
-            return _failed(options, _nothing(chosen))
+            raise BadFile(_nothing(chosen))
         written = _written(options, reader, chosen)
-    except (BadFile, UnknownPrefix) as error:
-        return _failed(options, str(error))
     except OSError as error:
-        return _failed(options, f"{options.file}: {error.strerror or error}")
+        raise BadFile(f"{options.file}: {error.strerror or error}") from error
     finally:
         reader.close()
     _say(options, chosen, written)
@@ -126,13 +123,6 @@ def _selection(options: argparse.Namespace) -> Selection:
 def _nothing(chosen: Chosen) -> str:
     hidden = f"; {chosen.hidden} blocks have a salt (--salted takes them)" if chosen.hidden else ""
     return f"no blocks to export{hidden}"
-
-
-def _failed(options: argparse.Namespace, why: str) -> int:
-    if options.json:
-        print(json.dumps({"error": why}, indent=2))
-    print(f"tieredkv: {why}", file=sys.stderr)
-    return FAILED
 
 
 def _written(options: argparse.Namespace, reader: ColdReader, chosen: Chosen) -> Written:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,18 +117,11 @@ def run(options: argparse.Namespace) -> int:
         with Package(options.file) as package:
             done = _checked(options, package) if options.dry_run else _stored(options, package)
     except BadFile as error:
-        return _failed(options, f"{options.file}: {error}")
+        raise BadFile(f"{options.file}: {error}") from error
     except OSError as error:
-        return _failed(options, f"{options.file}: {error.strerror or error}")
+        raise BadFile(f"{options.file}: {error.strerror or error}") from error
     _say(options, done)
     return FAILED if done.reason else FINE
-
-
-def _failed(options: argparse.Namespace, why: str) -> int:
-    if options.json:
-        print(json.dumps({"error": why}, indent=2))
-    print(f"tieredkv: {why}", file=sys.stderr)
-    return FAILED
 
 
 def _there(folder: Path) -> bool:

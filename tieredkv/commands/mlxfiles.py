@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tieredkv.commands.console import FAILED, FINE, MISUSED, Progress
+from tieredkv.commands.console import FINE, MISUSED, Progress
 from tieredkv.commands.salts import given_salt
-from tieredkv.core import ColdTierUnavailable, TieredKVError
+from tieredkv.core import ColdTierUnavailable
 from tieredkv.keys import tenant
 from tieredkv.prompt_files import BadPrompt, Prompt, of_fields, of_text
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader
 from tieredkv.tiers.health import DATA_NAME
+from tieredkv.tiers.portable import BadFile
 from tieredkv.tiers.pruning import Criteria
 from tieredkv.tiers.records import described
 from tieredkv.tiers.selection import Selection
@@ -65,11 +66,12 @@ def run_export(options: argparse.Namespace) -> int:
         options.parser.error("--mlx takes one prompt: one --id, or --text and the like")
     if prompt is not None and options.model is None:
         options.parser.error("--mlx needs --model to compute a prompt")
-    with _explained(options) as failures:
+    try:
         saved = _saved(options, prompt)
-        _say(options, {"tokens": saved.tokens, "computed": saved.computed}, "written")
-        return FINE
-    return failures[0]
+    except OSError as error:
+        raise BadFile(f"{options.file}: {error.strerror or error}") from error
+    _say(options, {"tokens": saved.tokens, "computed": saved.computed}, "written")
+    return FINE
 
 
 def run_import(options: argparse.Namespace) -> int:
@@ -81,24 +83,7 @@ def run_import(options: argparse.Namespace) -> int:
             "--messages or --tokens; such a file doesn't have it"
         )
         return MISUSED
-    with _explained(options) as failures:
-        return _inserted(options, prompt)
-    return failures[0]
-
-
-@contextmanager
-def _explained(options: argparse.Namespace) -> Iterator[list[int]]:
-    """Say why it failed; the exit status is then in what this gives."""
-    failures: list[int] = []
-    try:
-        yield failures
-    except ColdTierUnavailable:
-        raise
-    except (TieredKVError, OSError) as error:
-        failures.append(FAILED)
-        if options.json:
-            print(json.dumps({"error": str(error)}, indent=2))
-        print(f"tieredkv: {error}", file=sys.stderr)
+    return _inserted(options, prompt)
 
 
 def _prompt(options: argparse.Namespace) -> Prompt | None:

@@ -79,7 +79,9 @@ class Foreign:
 
 
 class BadFile(TieredKVError):
-    """A file that is no portable part of a cold tier, or was damaged, or means to do harm."""
+    """A file that is no portable part of a cold tier, was damaged or means to do harm; or one that
+    can't be written. The message says which.
+    """
 
 
 @dataclass(frozen=True, slots=True)
