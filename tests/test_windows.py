@@ -118,7 +118,7 @@ def test_a_block_needs_the_windows_of_all_that_its_ring_spans() -> None:
     tokens = list(range(24))
     cache = TieredPromptCache(block_tokens=BLOCK)
     serve(cache, tokens, [24])
-    cache._store.hot._evict(cache._store.hot._nodes[windows_of(cache, tokens)[2]])
+    cache._store.hot._evict(cache._store.hot._nodes[windows_of(cache, tokens)[2]], "room")
     hits = {n: hit(cache, [*tokens[:n], 99, 98]) for n in (9, 13, 17, 21)}
     assert hits == {9: 8, 13: 8, 17: 8, 21: 20}
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NewType, Protocol, runtime_checkable
+from typing import Any, NewType, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ GRADES = 8
 
 BlockKey = NewType("BlockKey", bytes)
 Tokens = NDArray[np.int64]
+_T = TypeVar("_T")
 
 # Bytes per element of every dtype a block may hold, under MLX's own names.
 ITEMSIZE = {
@@ -341,6 +342,50 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
+class Distribution:
+    """Observations in buckets: ``counts[i]`` are at most ``bounds[i]`` and above the bound before
+    it, the last count is of those above all bounds. ``total`` is the sum of all.
+    """
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = (0,)
+    total: float = 0.0
+
+    @property
+    def n(self) -> int:
+        """How many observations there were."""
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that went wrong: when, in seconds of Unix time, its kind, and a text for people."""
+
+    time: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """What one fetch found: tokens of the prompt, those of them from each tier, and the seconds
+    that promotes took. ``miss`` is the reason if nothing was found.
+    """
+
+    n_prompt: int
+    n_hot: int = 0
+    n_cold: int = 0
+    promote_seconds: float = 0.0
+    miss: str | None = None
+    n_remote: int = 0
+
+    @property
+    def n_reused(self) -> int:
+        """Tokens that need not be computed."""
+        return self.n_hot + self.n_cold + self.n_remote
+
+
+@dataclass(frozen=True, slots=True)
 class TierStats:
     """Size of one tier: bytes held against its cap, and blocks."""
 
@@ -403,6 +448,26 @@ class StoreStats:
     expired: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     remote: RemoteStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDetails:
+    """What an operator wants to know of a store beyond `StoreStats`. Counted from its opening.
+
+    ``hits`` by the tier that was needed: "cold" if anything was promoted. ``promote_seconds`` of
+    each read from the cold tier, ``commit_seconds`` of each write transaction, waiting included.
+    ``departures`` by tier and reason: seconds from a block's last use until it left.
+    ``raw_bytes`` of the blocks whose encoded bytes are ``StoreStats.bytes_written``.
+    ``saved_seconds`` see `Pace.saved_seconds`. ``faults`` are the last ones, newest first.
+    """
+
+    hits: dict[str, int]
+    promote_seconds: Distribution
+    commit_seconds: Distribution
+    departures: dict[str, dict[str, Distribution]]
+    raw_bytes: int
+    saved_seconds: float
+    faults: tuple[Fault, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -516,7 +581,9 @@ class ColdCounters:
 
     ``bytes_written`` are encoded bytes of new blocks, ``disk_bytes`` what went to the disk for them
     and for all else: whole pages, rows, touches. By the system's count where it has one (Linux),
-    else by our own of pages, which leaves out what is rewritten.
+    else by our own of pages, which leaves out what is rewritten. ``raw_bytes`` are those of the
+    tensors of new blocks. ``departures`` and ``commit_seconds`` see `StoreDetails`; ``recent`` are
+    the last faults, newest first.
     """
 
     commits: int = 0
@@ -524,7 +591,11 @@ class ColdCounters:
     expired: int = 0
     bytes_written: int = 0
     disk_bytes: int = 0
+    raw_bytes: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    commit_seconds: Distribution = Distribution()
+    departures: dict[str, Distribution] = field(default_factory=dict)
+    recent: tuple[Fault, ...] = ()
 
 
 @runtime_checkable
@@ -545,6 +616,11 @@ class LowerTier(Tier, Protocol):
 
     def register(self, namespace: Namespace) -> None:
         """Remember what a namespace is; described durably with its first block."""
+
+    def consult(self, work: Callable[[Any], _T]) -> _T | None:
+        """Result of ``work`` on the tier's rows (`tiers.ledger.Rows`) in one short read
+        transaction; None if they can't be read.
+        """
 
     def layouts(self, base: BlockKey) -> list[str]:
         """Layout JSON of every namespace here whose base key is ``base``."""
@@ -672,6 +748,10 @@ class Codec(Protocol):
         Raises:
             CorruptBlob: as `decode`.
         """
+
+
+# Where `default_cold_dir` is, for people: the same text on every machine.
+DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
 
 
 def later(a: int, b: int) -> int:

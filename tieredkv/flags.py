@@ -13,6 +13,7 @@ from mlx_lm import server as upstream
 from tieredkv.core import (
     COLD_ADMIT,
     COLD_QUANTIZE,
+    DEFAULT_COLD_DIR,
     PIN_SHARE,
     REMOTE_UPLOAD,
     Remote,
@@ -75,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
         default=str(default_cold_dir()),
         metavar="DIR",
         help="Directory of cached prompts on disk, on a local disk, shared by all servers that "
-        "are given it; 'none' keeps them in memory only (default: %(default)s). Prompts are "
-        "readable by whoever can read it.",
+        "are given it; 'none' keeps them in memory only "
+        f"(default: {DEFAULT_COLD_DIR}). Prompts are readable by whoever can read it.",
     )
     group.add_argument(
         "--prefill-checkpoint",
@@ -142,6 +143,13 @@ def parser() -> argparse.ArgumentParser:
         help="q8 keeps them in 8 bits a value on disk. LOSSY: answers after a hit on disk may "
         "differ from those without a cache. Servers with and without it find nothing of each "
         "other's (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cache-api",
+        choices=("local", "anywhere", "off"),
+        default="local",
+        help="Who may use /metrics, /cache and /v1/cache/…: programs on this machine and the "
+        "server's own page, everybody who reaches the port, or nobody (default: %(default)s)",
     )
     _add_remote(p.add_argument_group("remote prompt cache", _REMOTE))
     return p

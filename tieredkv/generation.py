@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
 import signal
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -18,10 +20,13 @@ from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from tieredkv import prefill
+from tieredkv.core import FetchReport
 from tieredkv.flags import prefill_step
 from tieredkv.handler import ClientGone, GenerationEnded, ModelUnavailable
+from tieredkv.journal import Course, Journal
 from tieredkv.patch import in_upstream, make_rings_exact
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
+from tieredkv.texts import Texts
 
 # How long a signal waits for the step under way before the process ends without it.
 _STOP_SECONDS = 5.0
@@ -74,6 +79,10 @@ class _Tap:
         self._queue = queue
         self.context: Any = None
 
+    def note_fetch(self, fetch: FetchReport) -> None:
+        if isinstance(self._queue, _Responses):  # of other ranks nobody asks
+            self._queue.course.note_fetch(fetch)
+
     def put(self, item: Any) -> None:
         if isinstance(item, upstream.GenerationContext):
             self.context = item
@@ -83,18 +92,29 @@ class _Tap:
 class _Responses(queue.Queue[Any]):
     """What the generation thread has for one client, who may leave at any time."""
 
-    def __init__(self, is_gone: Callable[[], bool]) -> None:
+    def __init__(
+        self, is_gone: Callable[[], bool], course: Course, cache: TieredPromptCache
+    ) -> None:
         super().__init__()
         self.abandoned = False
+        self.course = course
         self._is_gone = is_gone
+        self._cache = cache
         self._context: Any = None
         self._next_look = time.monotonic() + _LOOK_SECONDS
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
         if isinstance(item, upstream.GenerationContext):
             self._context = item
+            if item.prompt_cache_count >= 0:
+                # Of a batch: its prompt was looked up just before. Else it is yet to be.
+                self.course.note_fetch(self._cache.last_fetch)
             if self.abandoned:
                 item.stop()
+        elif isinstance(item, upstream.Response):
+            self.course.note_token()
+        elif isinstance(item, tuple):
+            self.course.note_progress(item[0])
         super().put(item, block, timeout)
 
     def look(self) -> None:
@@ -115,6 +135,15 @@ class _Responses(queue.Queue[Any]):
         raise ClientGone("the client closed its connection")
 
 
+class _Identified(Exception):
+    """Carries out of upstream's loop what a prompt's state is stored under, as its answer."""
+
+    def __init__(self, model: Hashable, tokens: list[int]) -> None:
+        super().__init__("the prompt was only to be tokenized")
+        self.model = model
+        self.tokens = tokens
+
+
 def _stays() -> bool:
     """A client that is this process itself: never gone."""
     return False
@@ -125,6 +154,11 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
     def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
         self.failed_to_load = False
+        # Upstream's own reference goes with its thread.
+        self.cache = prompt_cache
+        self.journal = Journal()
+        self.texts = Texts()
+        self._settling: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         # By id, since contexts can't be hashed.
         self._contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Segments and types of the prompt that was tokenized last, None if it has images:
@@ -145,10 +179,20 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     # ---- a request, on the generation thread
 
     def _next_request(self, timeout: float | None = None) -> Any:
+        self._make_texts()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._settling.get_nowait().set()
         request = super()._next_request(timeout)
         if request is None or self._is_distributed or not request[0].abandoned:
             return request
         return None
+
+    def _make_texts(self) -> None:
+        """Between two steps: nothing else may have a text made of tokens then."""
+        provider = self.model_provider
+        if provider.tokenizer is not None and provider.model_key is not None:
+            self.texts.make(str(provider.model_key[0]), provider.tokenizer.decode)
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Upstream's, with segments that end where the next turn may differ, and at checkpoints.
@@ -158,6 +202,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
         Raises:
             ValueError: the request can't be served; the client gets its text.
+            _Identified: it asks for no more than its tokens.
         """
         try:
             tokenized = super()._tokenize(tokenizer, request, args)
@@ -183,6 +228,9 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
             prompt = SaltedPrompt(prompt, salt, ttl)
         if (salt or ttl) and vision is not None:
             vision.cache_key = SaltedPrompt(vision.cache_key, salt, ttl)
+        if getattr(request, "only_identify", False):
+            stored_as = prompt if vision is None else vision.cache_key
+            raise _Identified(self.model_provider.model_key, stored_as)
         # The tokens of an image are not what its state is stored under.
         self._segments = (segments, types) if vision is None else None
         return prompt, segments, types, initial_state, vision
@@ -198,6 +246,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
             super()._serve_single((tap, *request[1:]), stream)
 
     def _follow(self, tap: _Tap, **kwargs: Any) -> Iterator[Any]:
+        tap.note_fetch(self.prompt_cache.last_fetch)
         context, report = tap.context, kwargs["prompt_progress_callback"]
 
         def should_stop() -> bool:
@@ -257,7 +306,47 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         n = len(target.layers)
         return [(target, caches[:n]), (draft, caches[n:])]
 
+    # ---- for the API, on any thread
+
+    @property
+    def cache_api(self) -> str:
+        """Who may use the API, see `calls.Server`."""
+        return str(self.cli_args.cache_api)
+
+    @property
+    def models(self) -> list[str]:
+        """Names of the model that is loaded, if one is, and of what it is loaded with."""
+        key = self.model_provider.model_key
+        return [str(name) for name in key or () if name is not None]
+
+    def settle(self, timeout: float) -> None:
+        """Wait until what has been answered is stored, too: upstream sends the last token first.
+        For at most ``timeout`` seconds, since other answers may keep it from the next request.
+        """
+        settled = threading.Event()
+        self._settling.put(settled)
+        settled.wait(timeout)
+
     # ---- a request, on its client's thread
+
+    def identify(
+        self, request: Any, generation_args: Any, is_gone: Callable[[], bool] = _stays
+    ) -> tuple[Hashable, list[int]]:
+        """Key of the model and tokens under which the state of a request's prompt is stored.
+
+        It goes the way of all requests up to where it would be looked up, since a model that is
+        loaded between two steps of a batch would have that batch stored as its own, and the
+        tokenizer is its thread's.
+
+        Raises:
+            ClientGone, GenerationEnded: as `generate`.
+        """
+        request.only_identify = True
+        try:
+            self.generate(request, generation_args, None, is_gone)
+        except _Identified as e:
+            return e.model, e.tokens
+        raise RuntimeError("a request that was only to be tokenized was served")
 
     def generate(
         self,
@@ -265,8 +354,10 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         generation_args: Any,
         progress_callback: Callable[[int, int], None] | None = None,
         is_gone: Callable[[], bool] = _stays,
+        course: Course | None = None,
     ) -> Any:
-        """Upstream's, for a client that may leave: its request ends with it.
+        """Upstream's, for a client that may leave: its request ends with it. How it goes is noted
+        in ``course``.
 
         Raises:
             ClientGone: ``is_gone`` says so; iterating over the responses raises it, too.
@@ -274,7 +365,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         """
         if not self.generation_available():
             raise GenerationEnded("the generation thread has ended")
-        responses = _Responses(is_gone)
+        responses = _Responses(is_gone, course or Course(), self.cache)
         self.requests.put((responses, request, generation_args))
         context = self._await_response(responses)
         if isinstance(context, Exception):

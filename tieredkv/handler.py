@@ -7,10 +7,16 @@ import logging
 import math
 import socket
 from argparse import ArgumentTypeError
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_lm import server as upstream
 
+from tieredkv import api
+from tieredkv.calls import Answer, Call, Misuse, refusal
+from tieredkv.core import ColdTierUnavailable
+from tieredkv.journal import Course, RequestReport
 from tieredkv.keys import tenant
 from tieredkv.prefill import Cancelled
 from tieredkv.units import duration
@@ -31,6 +37,10 @@ _MOST_TOKENS = (1 << 31) - 1
 _BODY_BYTES = 256 << 20
 
 _SALT_CHARACTERS = 1024
+
+# Paths of requests that are written down.
+_COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+_CLIENT_GONE = 499
 
 # What `apply_chat_template` takes besides the template's own variables. Clients could have the
 # server run a template of theirs, or pad a prompt to any length.
@@ -73,6 +83,7 @@ class _Client:
         self.cache_salt = b""
         # After how many seconds they expire; None for what the server is told.
         self.cache_ttl: float | None = None
+        self.course = Course()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)
@@ -91,10 +102,20 @@ class _Client:
         request.cache_salt = self.cache_salt
         request.cache_ttl = self.cache_ttl
         try:
-            return self._generator.generate(request, args, progress_callback, self.is_gone)
+            return self._generator.generate(
+                request, args, progress_callback, self.is_gone, self.course
+            )
         except Exception as e:
             self.failure = e
             raise
+
+    def identify(self, request: Any, args: Any) -> tuple[Hashable, Sequence[int]]:
+        """The generator's, for this client."""
+        request.cache_salt = self.cache_salt
+        found: tuple[Hashable, Sequence[int]] = self._generator.identify(
+            request, args, self.is_gone
+        )
+        return found
 
 
 # What a request of the wrong shape ends in, wherever it is noticed.
@@ -106,12 +127,27 @@ _MISUSE = (
 
 def _status(failure: Exception) -> int:
     if isinstance(failure, ClientGone):
-        return 499  # as others log it: nobody reads it
+        return _CLIENT_GONE  # as others log it: nobody reads it
     if isinstance(failure, ModelUnavailable):
         return 404
-    if isinstance(failure, GenerationEnded | Cancelled):
+    if isinstance(failure, GenerationEnded | Cancelled | ColdTierUnavailable):
         return 503
     return 400 if isinstance(failure, _MISUSE) else 500
+
+
+@contextmanager
+def _as_misuse() -> Iterator[None]:
+    """Failures that are the client's as the API has them."""
+    try:
+        yield
+    except ClientGone:
+        raise
+    except Exception as e:
+        status = _status(e)
+        if status >= 500:
+            raise
+        code = "model_not_found" if status == 404 else "bad_request"
+        raise Misuse(status, code, (str(e) or type(e).__name__)[:1000]) from e
 
 
 class TieredAPIHandler(upstream.APIHandler):
@@ -123,16 +159,36 @@ class TieredAPIHandler(upstream.APIHandler):
     # Upstream sets them, the generator at first and the others from the request.
     response_generator: Any
     body: Any
-    stream: bool
     stream_options: dict[str, bool] | None
 
+    request_id = "-"
+    requested_model = ""
+    stream = False
+
     _has_answered = False
+    _status_sent = 0
 
     def setup(self) -> None:
         super().setup()
         self.response_generator = _Client(self.response_generator, self.connection)
 
+    def send_response(self, code: int, message: str | None = None) -> None:
+        self._status_sent = code
+        super().send_response(code, message)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Upstream's, without what pages and scrapers ask every few seconds."""
+        if code != 200 or self.command != "GET" or not api.owns(self.path):
+            super().log_request(code, size)
+
     def end_headers(self) -> None:
+        fetch = self.response_generator.course.fetch
+        if self._status_sent == 200 and not self.stream and fetch is not None:
+            # By now all is computed.
+            computed = fetch.n_prompt - fetch.n_reused
+            remote = f", remote={fetch.n_remote}" if fetch.n_remote else ""
+            text = f"hot={fetch.n_hot}, cold={fetch.n_cold}{remote}, computed={computed}"
+            self.send_header("X-Tieredkv-Cache", text)
         self._has_answered = True
         super().end_headers()
 
@@ -144,14 +200,175 @@ class TieredAPIHandler(upstream.APIHandler):
         super()._set_completion_headers(status_code)
 
     def do_POST(self) -> None:  # noqa: N802 - the base class looks for this name
-        """Upstream's. Its exceptions would drop the connection without a word."""
+        """Upstream's, or the API's. Exceptions would drop the connection without a word."""
+        if api.owns(self.path):
+            self._answer_call()
+            return
         try:
             if self._has_right_length():
                 super().do_POST()
         except ConnectionError as e:
+            self._status_sent = _CLIENT_GONE
             _LOG.info("tieredkv: a client left: %s", e)
         except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
             self._fail(e)
+            self._status_sent = _status(e)
+        finally:
+            if self.path in _COMPLETIONS:
+                self._write_down(self._status_sent)
+
+    def do_GET(self) -> None:  # noqa: N802
+        """Upstream's, or the API's."""
+        if api.owns(self.path):
+            self._answer_call()
+        else:
+            super().do_GET()
+
+    def do_DELETE(self) -> None:  # noqa: N802
+        """The API's."""
+        if api.owns(self.path):
+            self._answer_call()
+        else:
+            self._refuse(404, "Not Found")
+
+    def do_OPTIONS(self) -> None:  # noqa: N802
+        """Upstream's, which allows pages of other sites everything, and nothing for the API."""
+        if api.owns(self.path):
+            self._answer_call()
+        else:
+            super().do_OPTIONS()
+
+    # ---- the cache's own API
+
+    def _answer_call(self) -> None:
+        call = Call(
+            self.command, self.path, self.headers, self.client_address[0], self._read_body, self
+        )
+        try:
+            answer = api.answer(call, self.response_generator)
+        except ConnectionError as e:
+            _LOG.info("tieredkv: a client left: %s", e)
+            return
+        except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
+            status = _status(e)
+            _LOG.warning("tieredkv: a call failed: %.300r", e, exc_info=status == 500)
+            self.response_generator.journal.note_fault("call", str(e) or type(e).__name__)
+            answer = refusal(status, "failed", (str(e) or type(e).__name__)[:1000])
+        self._send(answer)
+
+    def _send(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        for name, value in answer.headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+    def _read_body(self) -> bytes:
+        text = self.headers.get("Content-Length")
+        if text is None:
+            raise Misuse(411, "length_required", "send a Content-Length header")
+        if not text.isdecimal():
+            raise Misuse(400, "bad_length", "the Content-Length header must be a number")
+        if len(text) > 18 or int(text) > _BODY_BYTES:
+            raise Misuse(413, "too_large", f"a body may have at most {_BODY_BYTES} bytes")
+        return bytes(self.rfile.read(int(text)))
+
+    # ---- prompts in the API's bodies, see `calls.Prompts`
+
+    def identify(self, body: dict[str, Any]) -> tuple[Hashable, Sequence[int]]:
+        """See `calls.Prompts`."""
+        with _as_misuse():
+            found: tuple[Hashable, Sequence[int]] = self.response_generator.identify(
+                *self._completion_of(body)
+            )
+            return found
+
+    def compute(self, body: dict[str, Any]) -> RequestReport:
+        """See `calls.Prompts`."""
+        client = self.response_generator
+        client.course, self.request_id = Course(), "-"
+        status = 500
+        try:
+            with _as_misuse():
+                _, responses = client.generate(*self._completion_of(body))
+                for _ in responses:
+                    pass
+            status = 200
+        except Misuse as e:
+            status = e.status
+            raise
+        except ConnectionError:
+            status = _CLIENT_GONE
+            raise
+        finally:
+            report = self._write_down(status)
+            # The answer to the call is none to a prompt.
+            client.course = Course()
+        return report
+
+    def _completion_of(self, body: dict[str, Any]) -> tuple[Any, Any]:
+        """A body as upstream takes it to its generator, for an answer of one token.
+
+        Raises:
+            ValueError: something of it can't be served.
+        """
+        self.body = body
+        self.requested_model = body.get("model", "default_model")
+        draft, adapter = body.get("draft_model", "default_model"), body.get("adapters")
+        if not isinstance(self.requested_model, str):
+            raise ValueError("model must be a string")
+        if not (draft is None or isinstance(draft, str)):
+            raise ValueError("draft_model must be a string")
+        if not (adapter is None or isinstance(adapter, str)):
+            raise ValueError("adapters must be a string")
+        self._check_own_fields()
+        is_chat = "messages" in body
+        request = self.handle_chat_completions() if is_chat else self.handle_text_completions()
+        return request, upstream.GenerationArguments(
+            model=upstream.ModelDescription(self.requested_model, draft, adapter),
+            sampling=upstream.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.1),
+            logits=upstream.LogitsProcessorArguments(None, 0.0, 20, 0.0, 20, 0.0, 20),
+            stop_words=[],
+            max_tokens=1,
+            num_draft_tokens=self.response_generator.cli_args.num_draft_tokens,
+            logprobs=False,
+            top_logprobs=-1,
+            seed=None,
+            chat_template_kwargs=body.get("chat_template_kwargs"),
+        )
+
+    # ---- what becomes of a request
+
+    def _write_down(self, status: int) -> RequestReport:
+        """Tell the journal and the log of a request that has ended."""
+        # What isn't a name was refused.
+        model = str(self.requested_model)
+        if model == "default_model":
+            model = self.response_generator.cli_args.model or model
+        course = self.response_generator.course
+        report: RequestReport = course.report(self.request_id, model, status)
+        self.response_generator.journal.add(report)
+        _LOG.info("tieredkv: request %s", report.log_line())
+        return report
+
+    def generate_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's, with the tiers that tokens came from."""
+        return self._with_tiers(super().generate_response(*args, **kwargs))
+
+    def completion_usage_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Upstream's, with the tiers that tokens came from."""
+        return self._with_tiers(super().completion_usage_response(*args, **kwargs))
+
+    def _with_tiers(self, response: Any) -> Any:
+        details = response.get("usage", {}).get("prompt_tokens_details")
+        fetch = self.response_generator.course.fetch
+        if details is not None and fetch is not None:
+            details |= {"cached_tokens_hot": fetch.n_hot, "cached_tokens_cold": fetch.n_cold}
+            if fetch.n_remote:
+                details["cached_tokens_remote"] = fetch.n_remote
+        return response
 
     def _has_right_length(self) -> bool:
         text = self.headers.get("Content-Length") or ""
@@ -167,6 +384,8 @@ class TieredAPIHandler(upstream.APIHandler):
         status = _status(failure)
         _LOG.warning("tieredkv: a request failed: %.300r", failure, exc_info=status == 500)
         text = (str(failure) or type(failure).__name__)[:1000]
+        if status >= 500:
+            self.response_generator.journal.note_fault("request", text)
         if not self._has_answered:
             self._headers_buffer: list[bytes] = []
             self._refuse(status, text)
@@ -199,11 +418,19 @@ class TieredAPIHandler(upstream.APIHandler):
         for token, bias in (self.logit_bias or {}).items():
             _finite(f"logit_bias of {token}", bias)
         self._validate("xtc_threshold", float, max_val=0.5)
+        self._check_own_fields()
+        if self.stream_options is not None:
+            self.stream_options = {"include_usage": False, **self.stream_options}
+
+    def _check_own_fields(self) -> None:
+        """Check what upstream takes as it is, and tell the client what is ours.
+
+        Raises:
+            ValueError: the client gets its text.
+        """
         _check_body(self.body)
         self.response_generator.cache_salt = self._cache_salt()
         self.response_generator.cache_ttl = _ttl(self.body.get("cache_ttl"))
-        if self.stream_options is not None:
-            self.stream_options = {"include_usage": False, **self.stream_options}
 
     def _cache_salt(self) -> bytes:
         """What keeps this request's prompts apart from others': its API key, if the server is

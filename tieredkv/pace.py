@@ -27,6 +27,10 @@ class Pace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Tokens that hits spared a model, and seconds of their promotes; and what was saved by
+        # those models that aren't kept any more.
+        self._spared: dict[Hashable, tuple[int, float]] = {}
+        self._saved_before = 0.0
         self._per_byte: float | None = None
         self._per_token: dict[Hashable, float] = {}
         self._skipped = 0
@@ -54,19 +58,48 @@ class Pace:
             per_token = self._per_token.get(model)
             return None if per_token is None else n_tokens * per_token
 
+    def spared(self, model: Hashable, n_tokens: int, promote_seconds: float) -> None:
+        """Note that a hit of a model spared it so many tokens, for so much time of promotes."""
+        with self._lock:
+            tokens, seconds = self._spared.pop(model, (0, 0.0))
+            self._spared[model] = tokens + n_tokens, seconds + promote_seconds
+            if len(self._spared) > _MODELS:
+                self._saved_before += self._saved(next(iter(self._spared)))
+                del self._spared[next(iter(self._spared))]
+
+    def saved_seconds(self) -> float:
+        """What hits have saved, as an estimate: for each model the tokens that it was spared times
+        its pace as of now, less the promotes. Nothing for a model whose pace isn't known yet.
+        """
+        with self._lock:
+            return self._saved_before + sum(map(self._saved, self._spared))
+
+    def _saved(self, model: Hashable) -> float:
+        per_token = self._per_token.get(model)
+        tokens, seconds = self._spared[model]
+        return 0.0 if per_token is None else tokens * per_token - seconds
+
     def is_worth_promoting(self, model: Hashable, n_tokens: int, n_bytes: int) -> bool:
         """Whether to read ``n_bytes`` of state rather than to compute its ``n_tokens`` tokens.
 
         As long as one of the rates isn't known, it is.
         """
         with self._lock:
-            per_token = self._per_token.get(model)
-            if self._per_byte is None or per_token is None:
-                return True
-            if n_bytes * self._per_byte <= max(n_tokens * per_token, _SHORT_SECONDS):
+            if self._is_faster_read(model, n_tokens, n_bytes):
                 return True
             self._skipped += 1
             return self._skipped % _PROBE == 0
+
+    def is_faster_read(self, model: Hashable, n_tokens: int, n_bytes: int) -> bool:
+        """As `is_worth_promoting`, for who only wants to know: without a probe now and then."""
+        with self._lock:
+            return self._is_faster_read(model, n_tokens, n_bytes)
+
+    def _is_faster_read(self, model: Hashable, n_tokens: int, n_bytes: int) -> bool:
+        per_token = self._per_token.get(model)
+        if self._per_byte is None or per_token is None:
+            return True
+        return n_bytes * self._per_byte <= max(n_tokens * per_token, _SHORT_SECONDS)
 
 
 class Link:

@@ -25,7 +25,7 @@ from typing import Any, SupportsIndex, overload
 import mlx.core as mx
 import numpy as np
 
-from tieredkv import keys, layout, policy
+from tieredkv import keys, layout, matching, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
@@ -34,6 +34,7 @@ from tieredkv.core import (
     BlockKey,
     Chain,
     Config,
+    FetchReport,
     Hit,
     Match,
     Namespace,
@@ -43,15 +44,20 @@ from tieredkv.core import (
     Quantization,
     Refused,
     Remote,
+    StoreDetails,
     StoreStats,
     TensorSpec,
     Tokens,
 )
+from tieredkv.explain import AMBIGUOUS, CHANGED, UNREADABLE, Explanation, Wanted, missed
 from tieredkv.identity import Fingerprints, IdentityChanged
+from tieredkv.inquiry import Form, Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
 from tieredkv.restored import Copiers
 from tieredkv.store import TieredStore
+from tieredkv.tiers import pins, pruning
 from tieredkv.tiers.pruning import Criteria, Pruned
+from tieredkv.tiers.tree import PrefixUsage, Ranking
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -71,11 +77,12 @@ _DRAIN_SECONDS = 60.0
 _LONGEST_TTL = 1e9
 
 
-def _host() -> str:
+def host_of(quantization: Quantization | None) -> str:
     """What computes the state: other kernels may round otherwise, so they never share it."""
     device = str(mx.default_device().type).rpartition(".")[2]
     kind = mx.device_info().get("architecture", "")
-    return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    host = f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    return f"{host}, {quantization}" if quantization else host
 
 
 def _recommended_bytes() -> int | None:
@@ -212,17 +219,20 @@ class TieredPromptCache:
                 remote,
             )
         )
-        self._host = f"{_host()}, {quantization}" if quantization else _host()
+        self._host = host_of(quantization)
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._n_prompt = 0
+        self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
+        self._ranking = Ranking(self._store.cold.consult)
         self._chains = keys.Chains()
         self._fingerprints = Fingerprints()
         self._layouts: dict[BlockKey, Layout] = {}
         self._fetched: deque[_Fetched] = deque(maxlen=_FETCHED)
         self._weights: dict[Hashable, str] = {}
         self._objects: dict[Hashable, str] = {}
+        self._bound: dict[Hashable, tuple[weakref.ref[Any], ...]] = {}
         self._lock = threading.RLock()
         # The store, not self: the finalizer must not keep the cache alive.
         self._close = weakref.finalize(self, self._store.close)
@@ -238,6 +248,7 @@ class TieredPromptCache:
         """
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
+            self._last_fetch = FetchReport(len(ids))
             self._store.expire()
             caches, n = self._fetch(model, ids, _tenant(tokens), self._expiry(tokens))
             return caches, ids[n:].tolist()
@@ -299,13 +310,45 @@ class TieredPromptCache:
         before is not found any more under this key. On the generation thread.
         """
         with self._lock, self._contained("bind"):
+            self._bound.pop(key, None)
             for name in filter(None, self._names(key)):
                 self._fingerprints.renew(name)
             self._weights[key] = layout.digest(models)
+            self._bound[key] = tuple(map(weakref.ref, models))
             try:
                 self._layouts[_unsalted(self._base(key))] = layout.probe(models)
             except Refused as e:
                 self._refuse(e)
+
+    def key_of(self, *models: Any) -> Hashable | None:
+        """The key under which these very objects, a target and maybe a draft, were bound last;
+        None if they weren't.
+        """
+        with self._lock:
+            for key, refs in reversed(self._bound.items()):
+                if len(refs) == len(models) and all(
+                    ref() is model for ref, model in zip(refs, models, strict=True)
+                ):
+                    return key
+        return None
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the host is to quantize prompts on its way, as this cache was told."""
+        return self._quantization
+
+    def found(self, model: Hashable, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a prompt are stored here, maybe all, in a way that a fetch can
+        use; reads no state. With a ``quantization`` it isn't known without reading: 0.
+        """
+        with self._lock, self._contained("found"):
+            known = self._known_namespace(model, _tenant(tokens))
+            if known is None or self._quantization is not None:
+                return 0
+            namespace, shape = known
+            chain = self._chain(namespace, keys.as_tokens(tokens))
+            return self._match(chain, shape, 0.0).n_tokens
+        return 0
 
     def yield_memory(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> bool:
         """Demote until MLX can take ``n_bytes`` more within ``memory_bytes``; whether it can then.
@@ -327,9 +370,44 @@ class TieredPromptCache:
         mx.clear_cache()
         return freed >= over
 
+    @property
+    def directory(self) -> Path | None:
+        """Where the cold tier is; None if there is none."""
+        return self._store.config.cold_dir if self._store.cold.cap_bytes else None
+
+    @property
+    def last_fetch(self) -> FetchReport:
+        """What the last `fetch_nearest_cache` found. On the thread that fetches: others may have
+        fetched something else meanwhile.
+        """
+        return self._last_fetch
+
+    def explain(self, model: Hashable, tokens: Sequence[int]) -> Explanation:
+        """Why ``tokens`` would hit as far as they would if they were fetched now, or why they
+        would miss. Reads no state, changes and counts nothing.
+
+        Raises:
+            TypeError, ValueError, OverflowError: ``tokens`` are not token ids.
+        """
+        ids = keys.as_tokens(tokens)
+        with self._contained("explain"):
+            return self._explain(model, ids, _tenant(tokens))
+        return missed(UNREADABLE, "a fault that the log tells of", len(ids))
+
+    def prefixes(self, n: int) -> list[PrefixUsage]:
+        """The ``n`` prefixes in the cold tier that most requests found, the first the most.
+
+        Reads the whole index, so of a large store it is what was found up to a few minutes ago.
+        """
+        return self._ranking.first(n)
+
     def stats(self) -> StoreStats:
         """A reading of tiers, queue and counters."""
         return self._store.stats()
+
+    def details(self) -> StoreDetails:
+        """A reading of what `stats` has no room for: distributions, and the last faults."""
+        return self._store.details()
 
     def check(self) -> list[Problem]:
         """Faults in the tiers' books; an empty list if all is well. Reads the whole index."""
@@ -384,6 +462,16 @@ class TieredPromptCache:
         """
         return self._store.cold.pinned_bytes
 
+    def pinned_among(self, ids: Sequence[str]) -> frozenset[str]:
+        """Those of these ids that can be unpinned. Any thread."""
+        return self._store.cold.consult(lambda rows: pins.among(rows, ids)) or frozenset()
+
+    def would_prune(self, criteria: Criteria) -> Pruned:
+        """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
+        plan = self._store.cold.consult(lambda rows: pruning.plan(rows, criteria))
+        victims = list(plan.until(criteria.to_bytes)) if plan else []
+        return Pruned(len(victims), sum(victim.blob_bytes for victim in victims))
+
     def prune(self, criteria: Criteria) -> Pruned:
         """Delete from both tiers what ``criteria`` mean, once what waits to be written is: see
         `TieredStore.prune`. Any thread; prompts are served meanwhile, and those that come may be
@@ -411,6 +499,7 @@ class TieredPromptCache:
         self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
+        before = self._store.promote_seconds
         found = self._known_namespace(model, tenant)
         if found is None:
             return None, 0
@@ -426,26 +515,36 @@ class TieredPromptCache:
         else:
             how = self._quantization
             shape, hit = self._load_at_step(namespace, shape, tokens[:-1], how, expires, by)
+        promote_seconds = self._store.promote_seconds - before
         if hit is None:
             self._note_fetch(namespace, tokens, 0)
-            return self._miss("absent")
+            self._miss("absent", promote_seconds)
+            return None, 0
         caches = layout.restore(shape, hit, len(tokens), self._copiers)
         self._note_fetch(namespace, tokens, hit.n_tokens)
-        self._store.counters.add("hits")
+        self._last_fetch = FetchReport(
+            len(tokens), hit.n_hot, hit.n_cold, promote_seconds, n_remote=hit.n_remote
+        )
+        root = keys.namespace_key(namespace)
+        self._store.pace.spared(root, hit.n_tokens, promote_seconds)
+        lowest = "remote" if hit.n_remote else "cold" if hit.n_cold else "hot"
+        self._store.counters.add("hits", label=lowest)
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         self._store.counters.add("hit_tokens_remote", hit.n_remote)
         return caches, hit.n_tokens
 
+    def _match(self, chain: Chain, shape: Layout, by: float) -> Match:
+        if shape.is_sliced:
+            return self._store.match(chain, by)
+        return self._store.match_state(chain, shape.n_windows(chain.block_tokens), by)
+
     def _load(self, chain: Chain, shape: Layout, expires: int, by: float) -> Hit | None:
         for _ in range(_TRIES):
-            if shape.is_sliced:
-                match = self._store.match(chain, by)
-            else:
-                match = self._store.match_state(chain, shape.n_windows(chain.block_tokens), by)
+            match = self._match(chain, shape, by)
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
-                match = self._store.only_hot(match, chain) if shape.is_sliced else Match()
+                match = matching.only_hot(match, chain) if shape.is_sliced else Match()
             hit = self._store.load(chain, match, expires, by)
             if hit is None or layout.fits(shape, hit):
                 return hit
@@ -453,12 +552,10 @@ class TieredPromptCache:
 
     def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
         """Whether what a match would promote is faster read than computed."""
-        n_near = min((len(match.keys) - match.n_remote) * chain.block_tokens, match.n_tokens)
-        n_cold = n_near - min(match.n_hot * chain.block_tokens, n_near)
+        n_cold, n_whole = matching.cold_tokens(match, chain)
         if not n_cold:
             return True
-        whole = -(-n_cold // chain.block_tokens) * chain.block_tokens
-        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(whole))
+        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(n_whole))
 
     def _load_at_step(
         self,
@@ -484,6 +581,29 @@ class TieredPromptCache:
                     return shape, hit
                 n = found // how.step * how.step
         return plain, None
+
+    def _explain(self, model: Hashable, ids: Tokens, tenant: bytes) -> Explanation:
+        if not self._close.alive:
+            return missed(UNREADABLE, "the cache is closed", len(ids))
+        with self._lock:
+            try:
+                base = self._base(model, tenant)
+            except (IdentityChanged, OSError, ValueError) as e:
+                return missed(CHANGED, str(e), len(ids))
+            shape = self._layouts.get(_unsalted(base))
+        shapes = [shape] if shape else self._stored_layouts(base)
+        if len(shapes) > 1:
+            why = "several layouts are stored for this model, and which is its own isn't known yet"
+            return missed(AMBIGUOUS, why, len(ids))
+        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        inquiry = Inquiry(
+            self._store.hot,
+            self._store.cold,
+            self._store.config.cold_dir,
+            self._quantization,
+            self._store.pace.is_faster_read,
+        )
+        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
 
     def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
         try:
@@ -661,17 +781,22 @@ class TieredPromptCache:
         try:
             base = self._base(model, tenant)
         except IdentityChanged as e:
-            if self._store.counters.add("misses", label="identity") == 1:
+            self._store.faults.note("identity", str(e))
+            if self._miss("identity") == 1:
                 _LOG.warning("tieredkv: %s; its prompts are misses until it is loaded again", e)
             return None
         shape = self._layouts.get(_unsalted(base))
         if shape is None:
-            stored = self._store.cold.layouts(keys.base_key(base))
+            stored = self._stored_layouts(base)
             if len(stored) != 1:
                 self._miss("ambiguous" if stored else "absent")
                 return None
-            shape = Layout.from_json(stored[0])
+            shape = stored[0]
         return replace(base, layout=shape.to_json()), shape
+
+    def _stored_layouts(self, base: Namespace) -> list[Layout]:
+        """Those that the cold tier has for a model."""
+        return [*map(Layout.from_json, self._store.cold.layouts(keys.base_key(base)))]
 
     def _places(self, model: Hashable, tokens: Sequence[int]) -> list[Place]:
         """Where the state of a prompt may be stored."""
@@ -708,11 +833,13 @@ class TieredPromptCache:
 
     # ---- faults
 
-    def _miss(self, reason: str) -> tuple[None, int]:
-        self._store.counters.add("misses", label=reason)
-        return None, 0
+    def _miss(self, reason: str, promote_seconds: float = 0.0) -> int:
+        """Count a miss; how many of the kind there were."""
+        self._last_fetch = FetchReport(self._n_prompt, promote_seconds=promote_seconds, miss=reason)
+        return self._store.counters.add("misses", label=reason)
 
     def _refuse(self, refusal: Refused) -> None:
+        self._store.faults.note("refused", str(refusal))
         if self._store.counters.add("refused", label=refusal.reason) == 1:
             _LOG.warning("tieredkv: not stored: %s; only counted from here on", refusal)
 
@@ -721,7 +848,8 @@ class TieredPromptCache:
         """The one place where any fault ends: told, counted, and a miss."""
         try:
             yield
-        except Exception:  # noqa: BLE001 - the boundary: an exception here would kill the host
+        except Exception as e:  # noqa: BLE001 - the boundary: one here would kill the host
+            self._store.faults.note(what, f"{what} failed: {type(e).__name__}: {e}")
             if self._store.counters.add("faults", label=what) == 1:
                 _LOG.exception(
                     "tieredkv: %s failed; served without, only counted from here on", what

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tieredkv import matching
 from tieredkv.admission import Admission, AdmitAll, AdmitReused
 from tieredkv.codec import PlaneCodec
 from tieredkv.core import (
@@ -24,26 +25,21 @@ from tieredkv.core import (
     Codec,
     ColdTierUnavailable,
     Config,
+    Fault,
     Hit,
     LowerTier,
     Match,
     Namespace,
-    Partial,
     Pinned,
     Place,
     Problem,
+    StoreDetails,
     StoreStats,
     TensorSpec,
     TierStats,
 )
-from tieredkv.keys import (
-    WINDOW_TOKENS,
-    common_prefix,
-    namespace_key,
-    snapshot_key,
-    window_key,
-)
-from tieredkv.metrics import Counters
+from tieredkv.keys import WINDOW_TOKENS, common_prefix, namespace_key, window_key
+from tieredkv.metrics import Counters, Faults, Histogram
 from tieredkv.pace import Pace
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.sharing import Sharing
@@ -63,7 +59,7 @@ def _codec(config: Config) -> Codec:
     return QuantizingCodec() if config.cold_quantize == "q8" else PlaneCodec()
 
 
-def _open_cold(config: Config, counters: Counters) -> LowerTier:
+def _open_cold(config: Config, counters: Counters, faults: Faults) -> LowerTier:
     if config.cold_dir is None:
         return NullTier()
     try:
@@ -77,6 +73,7 @@ def _open_cold(config: Config, counters: Counters) -> LowerTier:
         )
     except ColdTierUnavailable as e:
         counters.add("faults", label="cold_dir")
+        faults.note("cold_dir", str(e))
         _LOG.warning("tieredkv: %s; serving from memory only", e)
         return NullTier()
 
@@ -94,11 +91,13 @@ class TieredStore:
         """Open the tiers. A cold directory that can't be used is logged and done without."""
         self.config = config
         self.counters = Counters()
+        self.faults = Faults()
+        self._promotes = Histogram()
         self.pace = Pace()
         # Whatever is wrong with it is said before anything is opened.
         self.sharing = _open_sharing(config, self.pace, self.counters)
         self.hot = HotTier(config.hot_bytes, config.block_tokens)
-        self.cold = _open_cold(config, self.counters)
+        self.cold = _open_cold(config, self.counters, self.faults)
         if self.sharing is not None:
             self.sharing.feed(self.cold if isinstance(self.cold, ColdTier) else None)
         limit = config.queue_bytes
@@ -115,11 +114,8 @@ class TieredStore:
         return self.sharing.tier.by() if self.sharing else 0.0
 
     def match(self, chain: Chain, by: float = 0.0) -> Match:
-        """The longest restorable prefix of ``chain``. Writes nothing.
-
-        Exact to the token on this machine. The remote tier may be asked until ``by``.
-        """
-        near = self._match_near(chain)
+        """See `matching.match`. The remote tier may be asked for more until ``by``."""
+        near = matching.match(self.hot, self.cold, chain)
         if self.sharing is None or near.n_tokens == len(chain.tokens):
             return near
         n = near.n_tokens // chain.block_tokens
@@ -128,76 +124,20 @@ class TieredStore:
             return near
         return Match(path.keys, path.n_tokens, min(n, near.n_hot), (), len(path.keys) - n)
 
-    def _match_near(self, chain: Chain) -> Match:
-        n_hot = self.hot.lookup(chain)
-        n = self.cold.lookup(chain, n_hot)
-        found, n_tokens = chain.keys[:n], n * chain.block_tokens
-        if n == len(chain.keys):
-            return Match(found, n_tokens, n_hot)
-        parent, rest = chain.parent(n), chain.tokens_of(n)
-        warm = self.hot.nearest(parent, rest) if n == n_hot else None
-        whole = warm is not None and warm.n_tokens * 8 == len(rest)
-        cool = None if whole else self.cold.nearest(parent, rest)
-        if warm and (cool is None or warm.n_tokens >= cool.n_tokens):
-            return Match((*found, warm.key), n_tokens + warm.n_tokens, n_hot + 1)
-        if cool:
-            return Match((*found, cool.key), n_tokens + cool.n_tokens, n_hot)
-        return Match(found, n_tokens, n_hot)
-
     def match_state(self, chain: Chain, n_windows: int, by: float = 0.0) -> Match:
-        """The longest prefix of ``chain`` that ends at a snapshot, whose key is then the last, or,
-        if ``n_windows`` isn't 0, at a block with so many windows before its end, or as many as
-        there are blocks. Writes nothing. The remote tier may be asked until ``by``.
-        """
-        n = self.cold.lookup(chain, self.hot.lookup(chain))
-        near = self._match_state_near(chain, n, n_windows)
+        """See `matching.match_state`. The remote tier may be asked for more until ``by``."""
+        near = matching.match_state(self.hot, self.cold, chain, n_windows)
         if self.sharing is None or near.n_tokens == len(chain.tokens):
             return near
-        path = self.sharing.extend_state(chain, n, near.n_tokens, n_windows, self._present, by)
-        return self._matched(path.keys, path.n_tokens, path.windows) if path else near
-
-    def _match_state_near(self, chain: Chain, n: int, n_windows: int) -> Match:
-        whole = chain.keys[:n]
-        state = [snapshot_key(k) for k in whole] + [window_key(k) for k in whole if n_windows]
-        present = self._present(state)
-        for i in range(n, -1, -1):
-            for tail in self._tails(chain, i):
-                snapshot = snapshot_key(tail.key)
-                if self._present([snapshot]):
-                    path = (*whole[:i], tail.key, snapshot)
-                    return self._matched(path, i * chain.block_tokens + tail.n_tokens)
-            if not i:
-                break
-            if state[i - 1] in present:
-                return self._matched((*whole[:i], state[i - 1]), i * chain.block_tokens)
-            windows = state[n + max(0, i - n_windows) : n + i] if n_windows else []
-            if windows and present.issuperset(windows):
-                return self._matched(whole[:i], i * chain.block_tokens, windows)
-        return Match()
-
-    def _matched(
-        self, path: tuple[BlockKey, ...], n_tokens: int, windows: Sequence[BlockKey] = ()
-    ) -> Match:
-        n_near = len(path)
-        if self.sharing is not None:
-            near = self._present(path)
-            n_near = next((i for i, key in enumerate(path) if key not in near), len(path))
-        n_hot = len(self.hot.load(path[:n_near]))
-        return Match(path, n_tokens, n_hot, tuple(windows), len(path) - n_near)
-
-    def _tails(self, chain: Chain, i: int) -> list[Partial]:
-        """Blocks in place of block ``i`` of ``chain`` all of whose tokens lead its own."""
-        if i == len(chain.keys):
-            return []
-        parent, tokens = chain.parent(i), chain.tokens_of(i)
-        found = (*self.hot.prefixes(parent, tokens), *self.cold.prefixes(parent, tokens))
-        return sorted({p.key: p for p in found}.values(), key=lambda p: -p.n_tokens)
-
-    def _present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
-        """Which of ``keys`` are in either tier."""
-        warm = self.hot.present(keys)
-        cool = [key for key in keys if key not in warm]
-        return warm | self.cold.present(cool) if cool else warm
+        n = self.cold.lookup(chain, self.hot.lookup(chain))
+        present = partial(matching.present, self.hot, self.cold)
+        path = self.sharing.extend_state(chain, n, near.n_tokens, n_windows, present, by)
+        if path is None:
+            return near
+        here = present(path.keys)
+        n_near = next((i for i, key in enumerate(path.keys) if key not in here), len(path.keys))
+        n_hot = len(self.hot.present(path.keys[:n_near]))
+        return Match(path.keys, path.n_tokens, n_hot, path.windows, len(path.keys) - n_near)
 
     def load(self, chain: Chain, match: Match, expires: int = 0, by: float = 0.0) -> Hit | None:
         """Read the blocks of a match, promoting those that aren't hot; None if none could be had.
@@ -238,11 +178,6 @@ class TieredStore:
         if far:
             self._keep(hit)
         return hit
-
-    def only_hot(self, match: Match, chain: Chain) -> Match:
-        """The part of a match that needs no promote."""
-        n_tokens = min(match.n_hot * chain.block_tokens, match.n_tokens)
-        return Match(match.keys[: match.n_hot], n_tokens, match.n_hot)
 
     def _windows(
         self, wanted: Sequence[BlockKey], blocks: Sequence[Block], expires: int, by: float
@@ -300,11 +235,14 @@ class TieredStore:
 
     def _loaded(self, wanted: Sequence[BlockKey], load: Callable[[], list[Block]]) -> list[Block]:
         """What ``load`` gave, in the hot tier as far as there is room."""
+        start = time.monotonic()
         try:
             blocks = load()
             n = self.hot.put(blocks)
         finally:
             self.hot.unreserve(wanted)
+        if wanted:
+            self._promotes.observe(time.monotonic() - start)
         resident = self.hot.load([b.key for b in blocks[:n]])
         # What the hot tier had no room for is used once, as decoded.
         return [*resident, *blocks[len(resident) :]]
@@ -484,7 +422,10 @@ class TieredStore:
         self._lose(why, 1)
 
     def _lose(self, why: str, n: int) -> None:
-        if n and self.counters.add("dropped", n, why) == n:
+        if not n:
+            return
+        self.faults.note("dropped", f"blocks not stored ({why})")
+        if self.counters.add("dropped", n, why) == n:
             _LOG.warning("tieredkv: %d blocks not stored (%s); only counted from here on", n, why)
 
     def register(self, namespace: Namespace) -> None:
@@ -591,6 +532,24 @@ class TieredStore:
             remote=self.sharing.stats() if self.sharing else None,
         )
 
+    @property
+    def promote_seconds(self) -> float:
+        """Time that promotes have taken so far."""
+        return self._promotes.reading().total
+
+    def details(self) -> StoreDetails:
+        """A reading of what `stats` leaves out."""
+        done = self.cold.counters()
+        return StoreDetails(
+            hits=self.counters.by_label("hits"),
+            promote_seconds=self._promotes.reading(),
+            commit_seconds=done.commit_seconds,
+            departures={"hot": self.hot.departures(), "cold": done.departures},
+            raw_bytes=done.raw_bytes,
+            saved_seconds=self.pace.saved_seconds(),
+            faults=_newest_first([*self.faults.recent(), *done.recent]),
+        )
+
     def close(self) -> None:
         """Write what is queued, for a bounded time, and let go of everything. Idempotent."""
         self._lose("closed", self.writer.close(_CLOSE_SECONDS))
@@ -598,6 +557,10 @@ class TieredStore:
             self.sharing.close()
         self.hot.close()
         self.cold.close()
+
+
+def _newest_first(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    return tuple(sorted(faults, key=lambda fault: -fault.time))
 
 
 def _well_used(hit: Hit) -> Sequence[Block]:

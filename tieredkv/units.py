@@ -66,3 +66,20 @@ def bytes_text(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.1f} TB"
+
+
+def age_text(seconds: float) -> str:
+    """How long ago something was, for people: "just now", "45s ago", "3h ago", "12d ago"."""
+    return "just now" if seconds < 10 else f"{_span_text(seconds)} ago"
+
+
+def left_text(seconds: float) -> str:
+    """How long it takes until something expires, for people: "expires in 3h"."""
+    return "expired" if seconds <= 0 else f"expires in {_span_text(seconds)}"
+
+
+def _span_text(seconds: float) -> str:
+    for unit, least in (("w", 14 * 86400), ("d", 2 * 86400), ("h", 2 * 3600), ("m", 2 * 60)):
+        if seconds >= least:
+            return f"{seconds // _SECONDS[unit]:.0f}{unit}"
+    return f"{seconds:.0f}s"

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -42,6 +42,7 @@ from tieredkv.core import (
 )
 from tieredkv.hazard import STATE, Judge, Trial, kind_of
 from tieredkv.keys import base_key, common_prefix, namespace_key
+from tieredkv.metrics import Departures, Faults, Histogram
 from tieredkv.tiers import audit, pins, pruning
 from tieredkv.tiers.environment import (
     Damaged,
@@ -58,6 +59,7 @@ from tieredkv.tiers.ledger import ADDED, CAP, DISK, ENCODED, Ledger, Node, Origi
 from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
 from tieredkv.tiers.objects import Parcel
 from tieredkv.tiers.pins import PinnedPrefix
+from tieredkv.tiers.portable import Foreign, Row
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.readahead import announce
 from tieredkv.tiers.records import (
@@ -70,6 +72,7 @@ from tieredkv.tiers.records import (
     described,
     record_of,
 )
+from tieredkv.tiers.selection import Chosen, Selection, choose
 from tieredkv.tiers.traffic import thread_bytes
 from tieredkv.tiers.usage import ColdUsage, NamespaceUsage, survey
 
@@ -147,6 +150,9 @@ class _Reading:
         self._counts: Counter[str] = Counter()
         self._dropped: Counter[str] = Counter()
         self._faults: Counter[str] = Counter()
+        self._recent = Faults()
+        self._commits = Histogram()
+        self._departures = Departures()
         self._loader: Loader | None = Loader(
             codec, self._copy_blob, self._announce, self._condemn, self._count_fault
         )
@@ -319,6 +325,10 @@ class _Reading:
         empty = ColdUsage(file_bytes, 0, 0, 0, 0, 0, 0, 0, ())
         return self._read(lambda rows: survey(rows, file_bytes), empty)
 
+    def consult(self, work: Callable[[Rows], _T]) -> _T | None:
+        """Result of ``work`` in one read transaction, None if the store can't be read."""
+        return self._read(work, None)
+
     def check(self) -> list[Problem]:
         """See ``Tier.check``. Reads all rows, but not the contents of blobs."""
         failed = [Problem("cold", str(self._directory), "can't be read")]
@@ -344,11 +354,45 @@ class _Reading:
             )
         return plan
 
+    def choose(self, selection: Selection) -> Chosen:
+        """What an export of ``selection`` would write.
+
+        Raises:
+            UnknownPrefix: as `selection.choose`.
+            ColdTierUnavailable: the store can't be read.
+        """
+        chosen = self._read(lambda rows: choose(rows, selection), None)
+        if chosen is None:
+            raise ColdTierUnavailable(
+                f"{self._directory} can't be read; tieredkv verify tells what is wrong with it"
+            )
+        return chosen
+
+    def blob(self, row: Row) -> bytes | None:
+        """The encoded block of a row that was chosen; None if it isn't there any more."""
+
+        def copy(rows: Rows) -> bytes | None:
+            return rows.blob(row.key, row.record) if rows.has(row.key) else None
+
+        return self._read(copy, None)
+
+    def descriptions(self) -> dict[BlockKey, Mapping[str, object]]:
+        """What describes each namespace that has a block here."""
+        none: dict[BlockKey, Mapping[str, object]] = {}
+        return self._read(
+            lambda rows: {r.root: described(r.origin.description) for r in rows.namespaces()}, none
+        )
+
     def counters(self) -> ColdTierCounters:
         """What happened since this tier was opened."""
         with self._lock:
             return ColdTierCounters(
-                **self._counts, dropped=dict(self._dropped), faults=dict(self._faults)
+                **self._counts,
+                dropped=dict(self._dropped),
+                faults=dict(self._faults),
+                commit_seconds=self._commits.reading(),
+                departures=self._departures.reading(),
+                recent=self._recent.recent(),
             )
 
     def close(self) -> None:
@@ -445,6 +489,7 @@ class _Reading:
 
     def _count_fault(self, kind: str, error: BaseException) -> None:
         """Count an error, and log the first of its kind."""
+        self._recent.note(kind, str(error) or type(error).__name__)
         with self._lock:
             self._faults[kind] += 1
             first = self._faults[kind] == 1
@@ -572,6 +617,7 @@ class _Terms:
     judge: Judge[BlockKey]
     spared: frozenset[BlockKey]
     evictable_bytes: int
+    reason: str = "room"
 
 
 @dataclass(slots=True)
@@ -588,6 +634,8 @@ class _Done:
     pinned: Pinned | None = None
     pinned_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    # Why each block left, and its last use in Unix ns.
+    left: list[tuple[str, int]] = field(default_factory=list)
 
 
 class ColdTier(_Reading):
@@ -659,6 +707,31 @@ class ColdTier(_Reading):
                 self._dropped[reason] += len(blocks) - held
         return held
 
+    def adopt(
+        self, blocks: Sequence[Foreign], origins: Mapping[BlockKey, Origin]
+    ) -> tuple[int, str]:
+        """Store blocks that were encoded elsewhere, parents first, where there is room: nothing is
+        evicted for them. They keep their uses, and are durable on return.
+
+        ``origins`` describe their namespaces. Returns how many leading ones are held, and why not
+        all: "no_room", "disk_reserve", "too_large", "orphan", or "fault" if it can't be written.
+        """
+        self._origins.update(origins)
+        terms = _Terms(self._judge, frozenset(), 0)
+        held = settling = 0
+        while held < len(blocks):
+            batch = _until(blocks[held:], batch_bytes(self.cap_bytes or self._wanted_cap))
+            done = self._write(partial(self._adopt, batch, terms))
+            if done is None:
+                return held, "fault"
+            held += done.held
+            settling = 0 if done.held else settling + 1
+            if done.reason == _SETTLING and settling <= _MAX_SETTLING:
+                continue
+            if done.held < len(batch):
+                return held, done.reason
+        return held, ""
+
     def touch(self, keys: Sequence[BlockKey], expires: int = 0) -> None:
         """See ``Tier.touch``. One transaction for all."""
 
@@ -683,7 +756,7 @@ class ColdTier(_Reading):
         """See ``Tier.trim_to``. In bounded steps, between which others may write."""
 
         def trim(ledger: Ledger, done: _Done) -> None:
-            terms = _Terms(self._judge, frozenset(), _MAX_EVICTED_BYTES)
+            terms = _Terms(self._judge, frozenset(), _MAX_EVICTED_BYTES, "trim")
             _evict(ledger, max(0, n_bytes), terms, done)
 
         while (done := self._write(trim)) is not None and done.evicted_bytes:
@@ -858,6 +931,18 @@ class ColdTier(_Reading):
                 return
             done.held += 1
 
+    def _adopt(self, batch: Sequence[Foreign], terms: _Terms, ledger: Ledger, done: _Done) -> None:
+        for foreign, is_last in zip(batch, _ends([f.block for f in batch]), strict=True):
+            key = foreign.block.key
+            if not ledger.has(key):
+                item = _Item(foreign.block, foreign.blob, foreign.checksum, is_last)
+                done.reason = self._store_one(ledger, item, terms, done)
+                if done.reason:
+                    return
+                if ledger.has(key):
+                    ledger.recall(key, foreign.use)
+            done.held += 1
+
     def _store_one(self, ledger: Ledger, item: _Item, terms: _Terms, done: _Done) -> str:
         """Make sure that a block is held; why it isn't, if it isn't."""
         block = item.block
@@ -902,6 +987,7 @@ class ColdTier(_Reading):
         done.shown += kind != STATE
         done.counts["blocks_written"] += 1
         done.counts["bytes_written"] += len(blob)
+        done.counts["raw_bytes"] += block.n_bytes
         done.counts["page_bytes_written"] += cost
         return ""
 
@@ -955,7 +1041,7 @@ class ColdTier(_Reading):
 
     def _write(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
         """What ``work`` did in one transaction, now committed; None if nothing was changed."""
-        before = thread_bytes()
+        before, start = thread_bytes(), time.monotonic()
         done = self._write_once(work)
         if done is None and self._environment is None:
             # The store was lost or given up, and can be opened anew.
@@ -973,6 +1059,9 @@ class ColdTier(_Reading):
             encoded, disk = (a - b for a, b in zip(self._untold, done.told, strict=True))
             self._untold = encoded + done.counts["bytes_written"], disk + on_disk
             self._n_shown += done.shown
+        self._commits.observe(time.monotonic() - start)
+        for reason, used in done.left:
+            self._departures.note(reason, (time.time_ns() - used) / 1e9)
         return done
 
     def _write_once(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
@@ -1055,6 +1144,16 @@ class ColdTier(_Reading):
         return self._hold()
 
 
+def _until(blocks: Sequence[Foreign], n_bytes: int) -> Sequence[Foreign]:
+    """The leading blocks up to the one with which they are of so many bytes."""
+    total = 0
+    for i, foreign in enumerate(blocks):
+        total += len(foreign.blob)
+        if total >= n_bytes:
+            return blocks[: i + 1]
+    return blocks
+
+
 def _terms(
     judge: Judge[BlockKey], blocks: Sequence[Block], known: Sequence[bool], cap_bytes: int
 ) -> _Terms:
@@ -1090,8 +1189,10 @@ def _evict(ledger: Ledger, limit: int, terms: _Terms, done: _Done) -> bool:
         gone = ledger.evict(terms.judge, terms.spared)
         if gone is None:
             return False
-        done.evicted_bytes += ledger.cost_bytes(gone.blob_bytes)
+        record, used = gone
+        done.evicted_bytes += ledger.cost_bytes(record.blob_bytes)
         done.counts["evictions"] += 1
+        done.left.append((terms.reason, used))
     return True
 
 
@@ -1101,6 +1202,7 @@ def _expire(now: int, ledger: Ledger, done: _Done) -> None:
         key = ledger.first_due(now)
         if key is None:
             return
+        done.left.append(("ttl", ledger.use(key).used))
         ledger.remove(key)
         done.counts["expired"] += 1
 
@@ -1114,6 +1216,7 @@ def _prune(victims: Sequence[Victim], criteria: Criteria, ledger: Ledger, done: 
         if _is_still_due(ledger, victim, criteria):
             ledger.remove(victim.key)
             done.pruned.append(victim)
+            done.left.append(("prune", victim.last_use))
 
 
 def _is_still_due(ledger: Ledger, victim: Victim, criteria: Criteria) -> bool:

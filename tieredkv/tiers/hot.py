@@ -25,11 +25,13 @@ from tieredkv.core import (
     Block,
     BlockKey,
     Chain,
+    Distribution,
     Partial,
     Problem,
     TensorSpec,
     later,
 )
+from tieredkv.metrics import Departures
 
 # Metal rounds buffers larger than a page up to whole pages; the CPU allocator does not round.
 _GRANULE = mmap.PAGESIZE if mx.metal.is_available() else 1
@@ -61,6 +63,7 @@ class _Node:
         "place",
         "standing",
         "stored",
+        "used",
     )
 
     def __init__(self, block: Block, kind: str, standing: hazard.Standing) -> None:
@@ -68,6 +71,8 @@ class _Node:
         self.n_bytes = held_bytes(block.specs)
         self.kind = kind
         self.standing = standing
+        # The last use, in seconds of the system's clock.
+        self.used = time.monotonic()
         # Type, shelf and last use under which it can be evicted, None if it can't.
         self.place: tuple[str, int, int] | None = None
         self.children = 0
@@ -116,6 +121,7 @@ class HotTier:
         self._n_bytes = 0
         self._evictions = 0
         self._demotes = 0
+        self._departures = Departures()
 
     # ---- reading
 
@@ -148,6 +154,10 @@ class HotTier:
     def demotes(self) -> int:
         """Blocks that left and live on in the cold tier, since the tier was made."""
         return self._demotes
+
+    def departures(self) -> dict[str, Distribution]:
+        """Blocks that left since the tier was made, demoted ones included: see `Departures`."""
+        return self._departures.reading()
 
     @property
     def expired(self) -> int:
@@ -191,6 +201,14 @@ class HotTier:
                 if is_best and not self._has_expired(key, now):
                     best = Partial(key, shared)
             return best
+
+    def beside(self, parent: BlockKey, tokens: bytes) -> list[bytes]:
+        """Tokens of the children of ``parent`` beside the place of ``tokens`` among them: at most
+        two, and one of them shares the longest run with it.
+        """
+        with self._lock:
+            near = self._neighbours(parent, keys.ordered(tokens))
+            return [self._nodes[key].block.tokens for key in near]
 
     def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:
         """See `core.Tier.prefixes`."""
@@ -302,7 +320,7 @@ class HotTier:
         free = cap - self._n_bytes
         reclaimable = self._reclaimable(own) if sum(sizes) > free else 0
         n = policy.admit(sizes, free=free, reclaimable=reclaimable)
-        if not self._evict_until(cap - sum(sizes[:n]), own):
+        if not self._evict_until(cap - sum(sizes[:n]), own, "room"):
             return policy.admit(sizes, free=cap - self._n_bytes, reclaimable=0)
         return n
 
@@ -423,6 +441,7 @@ class HotTier:
     def _renew(self, node: _Node) -> None:
         self._clock += 1
         node.standing = hazard.renew(node.standing, self._clock, self._returns)
+        node.used = time.monotonic()
         self._list(node)
 
     def _list(self, node: _Node) -> None:
@@ -456,6 +475,7 @@ class HotTier:
                     continue
                 self._clock += 1
                 node.standing = hazard.touch(node.standing, self._clock, self._returns)
+                node.used = time.monotonic()
                 self._list(node)
                 self._outlive(node, expires)
 
@@ -654,7 +674,7 @@ class HotTier:
                 elif node.holds:
                     held.append(node.block)
                 else:
-                    self._discard(node)
+                    self._discard(node, "ttl")
                     n += 1
             for block in held:
                 self._schedule(block)
@@ -671,7 +691,7 @@ class HotTier:
             for key in keys:
                 node = self._nodes.get(key)
                 if node is not None and not node.children and not node.holds:
-                    self._discard(node)
+                    self._discard(node, "prune")
             return before - self._n_bytes
 
     def under(self, roots: Container[BlockKey]) -> list[BlockKey]:
@@ -692,21 +712,24 @@ class HotTier:
         """
         with self._lock:
             self._reap()
-            self._evict_until(n_bytes, frozenset(spared))
+            self._evict_until(n_bytes, frozenset(spared), "trim")
 
-    def _evict_until(self, n_bytes: int, spared: Container[BlockKey]) -> bool:
+    def _evict_until(self, n_bytes: int, spared: Container[BlockKey], reason: str) -> bool:
         """Evict until at most ``n_bytes`` are in use; whether that was reached."""
         choices: dict[str, hazard.Choice[BlockKey]] = {}
         n_before = len(self._nodes)
         self._stirred.clear()
         while self._n_bytes > n_bytes:
-            if not self._evict_one(choices, spared):
+            if not self._evict_one(choices, spared, reason):
                 return False
         self._ghosts.trim(self._returns, self._clock, n_before)
         return True
 
     def _evict_one(
-        self, choices: dict[str, hazard.Choice[BlockKey]], spared: Container[BlockKey]
+        self,
+        choices: dict[str, hazard.Choice[BlockKey]],
+        spared: Container[BlockKey],
+        reason: str,
     ) -> bool:
         """Evict the first leaf of the type that gives way first; ``choices`` are those made since
         the places were last stirred, by type.
@@ -721,27 +744,29 @@ class HotTier:
                 choices[kind] = hazard.Choice(self._leaves[kind], table, self._clock, spared)
             key = choices[kind].first()
             if key is not None:
-                self._evict(self._nodes[key])
+                self._evict(self._nodes[key], reason)
                 return True
         return False
 
-    def _evict(self, node: _Node) -> None:
+    def _evict(self, node: _Node, reason: str) -> None:
         """A block leaves to make room."""
         self._ghosts.add(node.block.key, node.standing, self._clock)
-        self._leave(node)
+        self._leave(node, reason)
 
     def _drop(self, node: _Node) -> None:
         """A block leaves with its entry."""
         hazard.drop(node.standing, self._returns)
-        self._leave(node)
+        self._leave(node, "entries")
 
-    def _discard(self, node: _Node) -> None:
+    def _discard(self, node: _Node, reason: str) -> None:
         """A block leaves since nobody is to find it any more."""
+        self._departures.note(reason, time.monotonic() - node.used)
         hazard.drop(node.standing, self._returns)
         self._n_bytes -= node.n_bytes
         self._unlink(node)
 
-    def _leave(self, node: _Node) -> None:
+    def _leave(self, node: _Node, reason: str) -> None:
+        self._departures.note(reason, time.monotonic() - node.used)
         if node.stored:
             self._demotes += 1
         else:
@@ -779,6 +804,7 @@ class HotTier:
             return
         parent.children -= 1
         parent.standing = hazard.inherit(parent.standing, node.standing, self._returns)
+        parent.used = max(parent.used, node.used)
         self._outlive(parent, node.block.expires)
         if not parent.children:
             self._schedule(parent.block)

@@ -192,6 +192,10 @@ class Rows:
             raise CorruptBlob("block without a use record")
         return Use.unpack(data)
 
+    def is_ghost(self, key: bytes) -> bool:
+        """Whether the block was evicted while it was awaited, and still is."""
+        return self._txn.get(key, db=self._dbs.ghost) is not None
+
     def records(self) -> Iterator[tuple[BlockKey, bytes]]:
         """Every key and packed record of ``index``."""
         for key, data in self._txn.cursor(self._dbs.index):
@@ -545,6 +549,14 @@ class Ledger(Rows):
         if self._txn.delete(key, db=self._dbs.pin) and self.has(key):
             self._list(key, None, self.use(key))
 
+    def recall(self, key: bytes, before: Use) -> None:
+        """Give a block that was just added what it was in another store; of when only for people,
+        since clocks differ.
+        """
+        use = self.use(key)
+        standing = hazard.recall(use.standing, before.standing, self._counters)
+        self._put_use(key, use, replace(use, standing=standing, used=min(use.used, before.used)))
+
     def standing(self, key: bytes) -> Standing:
         """See `hazard.Places.standing`."""
         return self.use(key).standing
@@ -596,9 +608,11 @@ class Ledger(Rows):
         hazard.drop(use.standing, self._counters)
         return self._delete(key, use)
 
-    def evict(self, judge: Judge[BlockKey], spared: Container[BlockKey]) -> Record | None:
+    def evict(
+        self, judge: Judge[BlockKey], spared: Container[BlockKey]
+    ) -> tuple[Record, int] | None:
         """Delete, of the leaves that aren't among ``spared``, the one that the policy gives up
-        first, and return its record; None if there is none.
+        first; its record and its last use in Unix ns, None if there is none.
         """
         choice = self._chosen_by(judge, spared)
         key = choice.first()
@@ -610,7 +624,7 @@ class Ledger(Rows):
             self._add_ghost(key, use.standing)
         self._stirred.clear()
         choice.left(use.shelf, use.last, self._heir(record))
-        return record
+        return record, use.used
 
     def _heir(self, record: Record) -> tuple[int, int, BlockKey] | None:
         """The place of the parent of a block that left, if it can be evicted now."""

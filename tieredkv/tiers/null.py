@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tieredkv.core import (
@@ -18,6 +18,7 @@ from tieredkv.core import (
     Place,
     Problem,
 )
+from tieredkv.tiers.ledger import Rows
 
 
 def _no_disk() -> PinRefused:
@@ -46,6 +47,13 @@ class NullTier:
     def prefixes(self, parent: BlockKey, tokens: bytes) -> list[Partial]:  # noqa: ARG002
         """None."""
         return []
+
+    def beside(self, parent: BlockKey, tokens: bytes) -> list[bytes]:  # noqa: ARG002
+        """None."""
+        return []
+
+    def consult(self, work: Callable[[Rows], object]) -> None:
+        """There are no rows."""
 
     def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:  # noqa: ARG002
         """None."""

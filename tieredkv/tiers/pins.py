@@ -240,6 +240,11 @@ def listed(rows: Rows) -> list[PinnedPrefix]:
     return found
 
 
+def among(rows: Rows, ids: Iterable[str]) -> frozenset[str]:
+    """Those of ``ids`` whose prefixes are pinned themselves, and not just kept by a longer one."""
+    return frozenset(prefix for prefix in ids if any(map(rows.is_pinned, rows.starting(prefix))))
+
+
 def absent() -> PinRefused:
     """That there is nothing to pin."""
     return PinRefused(

@@ -11,7 +11,15 @@ from tieredkv.core import BlockKey, Namespace
 from tieredkv.hazard import Choice, Counters, Shelves, Table, inherit
 from tieredkv.keys import base_key, namespace_key
 from tieredkv.tiers.ledger import CLOCK, NamespaceRow, Origin, Rows
-from tieredkv.tiers.records import MAX_TOKENS, Record, Totals, Use, describe, described, label
+from tieredkv.tiers.records import (
+    Record,
+    Totals,
+    Use,
+    describe,
+    described,
+    label,
+    namespace_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class Criteria:
         name = str(fields.get("name", "")) or model
         if self.model is not None and not _is_like(self.model, name, model):
             return False
-        return self.salt is None or _namespace(fields, self.salt) == row.root
+        return self.salt is None or namespace_key(namespace_of(fields, self.salt)) == row.root
 
     def spares(self, last_use: int) -> bool:
         """Whether a block was used too lately."""
@@ -159,17 +167,3 @@ def _leaves_first(
 
 def _is_like(wanted: str, name: str, model: str) -> bool:
     return wanted in (name, model) or fnmatchcase(name, wanted)
-
-
-def _namespace(fields: dict[str, object], salt: bytes) -> BlockKey:
-    """Root of the namespace that ``fields`` describe, if ``salt`` is its salt."""
-    texts = {
-        name: str(fields.get(name, ""))
-        for name in ("model", "adapter", "draft", "host", "shard", "layout")
-    }
-    tokens = fields.get("block_tokens")
-    block_tokens = tokens if isinstance(tokens, int) and 0 <= tokens <= MAX_TOKENS else 0
-    how = str(fields.get("cold_quantize", "none"))
-    return namespace_key(
-        Namespace(**texts, salt=salt, block_tokens=block_tokens, cold_quantize=how)
-    )

@@ -9,7 +9,7 @@ import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tieredkv.core import FORMAT_VERSION, GRADES, Block, BlockKey, CorruptBlob, Namespace
@@ -256,6 +256,23 @@ def described(description: bytes) -> dict[str, object]:
     if not isinstance(fields, dict):
         raise CorruptBlob("namespace description is not an object")
     return fields
+
+
+def namespace_of(fields: Mapping[str, object], salt: bytes) -> Namespace:
+    """The namespace that ``fields`` of ``described`` describe, if ``salt`` is its salt: whether it
+    is shows in its key.
+    """
+    texts = {
+        name: str(fields.get(name, ""))
+        for name in ("model", "adapter", "draft", "host", "shard", "layout", "name")
+    }
+    tokens = fields.get("block_tokens")
+    return Namespace(
+        **texts,
+        salt=salt,
+        block_tokens=tokens if isinstance(tokens, int) and 0 <= tokens <= MAX_TOKENS else 0,
+        cold_quantize=str(fields.get("cold_quantize", "none")),
+    )
 
 
 def label(description: bytes) -> str:
