@@ -247,8 +247,8 @@ def test_what_is_to_be_forgotten_stays_on_its_machine(redis: Redis, tmp_path: Pa
         longer = [*TOKENS, 7, 8, 9]
         one.compute(longer)
     with Machine(tmp_path, url) as two:
-        assert two.hit(SaltedPrompt(PROMPT, ttl=0.3)) == 11
-        time.sleep(0.35)
+        assert two.hit(SaltedPrompt(PROMPT, ttl=2.0)) == 11
+        time.sleep(2.05)
         two._store.sharing = None
         assert two.hit() == 0
 
@@ -531,9 +531,7 @@ def test_what_is_faster_computed_is_not_asked_for(redis: Redis, tmp_path: Path) 
         chain = chain_of(one, TOKENS)
         assert one.hit([9, 9, 9]) == 0
         one._store.pace.prefilled(chain.root, 100, 0.1)
-        n, seconds = one.timed_hit()
-        assert (n, one.stats().remote.skipped) == (0, {"not_worth_asking": 1})
-        assert seconds < 0.1
+        assert (one.hit(), one.stats().remote.skipped) == (0, {"not_worth_asking": 1})
         # A slow model's are.
         for _ in range(20):
             one._store.pace.prefilled(chain.root, 100, 100.0)
