@@ -85,6 +85,8 @@ _MAX_EVICTED_BYTES = 256 << 20
 _MAX_PURGED_BLOCKS = 256
 _MAX_PRUNED_BLOCKS = 1024
 _MAX_EXPIRED_BLOCKS = 1024
+# Namespaces whose first block may be on its way; clients make new ones with every salt.
+_MAX_ORIGINS = 4096
 # Others may write what is to go while it goes; for ever, if this did not end.
 _MAX_PRUNE_PASSES = 3
 # Pages that an empty store needs.
@@ -693,7 +695,12 @@ class ColdTier(_Reading):
     def register(self, namespace: Namespace) -> None:
         """Remember what describes ``namespace``; its row is written with its first block."""
         origin = Origin(base_key(namespace), describe(namespace))
-        self._origins[namespace_key(namespace)] = origin
+        root = namespace_key(namespace)
+        with self._lock:
+            self._origins.pop(root, None)
+            self._origins[root] = origin
+            if len(self._origins) > _MAX_ORIGINS:
+                del self._origins[next(iter(self._origins))]
 
     def put(self, blocks: Sequence[Block]) -> int:
         """See ``Tier.put``. Blocks are durable when it returns.
