@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "tieredkv"
 # From the bottom up. A module may import from the rows below its own, never from its own row.
 LAYERS = (
     ("core", "page.__init__"),
-    ("admission", "keys", "metrics", "pace", "texts", "units"),
+    ("admission", "keys", "metrics", "pace", "ranks", "texts", "units"),
     ("matching",),
     ("journal", "restored"),
     ("exposition",),
@@ -45,6 +45,7 @@ LAYERS = (
     ),
     ("tiers.hot", "tiers.cold", "tiers.null", "tiers.rebuild", "tiers.writer"),
     ("inquiry", "store"),
+    ("search",),
     ("prompt_cache",),
     ("api", "prefill", "patch"),
     ("flags", "handler"),
@@ -64,6 +65,7 @@ EMPTY = ("commands.__init__", "tiers.__init__")
 ROOMS = {
     "mlx": (
         "restored",
+        "ranks",
         "patch",
         "layout",
         "tiers.hot",

@@ -343,6 +343,7 @@ class StoreStats:
 
     ``disk_bytes`` over ``bytes_written`` is the write amplification, see `ColdCounters`.
     ``unadmitted`` are new blocks that were kept from the disk, see ``Config.cold_admit``.
+    ``unshared_tokens`` could have been restored here, but not by another rank.
     """
 
     hot: TierStats = TierStats()
@@ -367,6 +368,7 @@ class StoreStats:
     bytes_written: int = 0
     disk_bytes: int = 0
     unadmitted: int = 0
+    unshared_tokens: int = 0
     faults: dict[str, int] = field(default_factory=dict)
 
 

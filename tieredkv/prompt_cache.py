@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
@@ -24,7 +25,7 @@ from typing import Any, SupportsIndex, overload
 import mlx.core as mx
 import numpy as np
 
-from tieredkv import keys, layout, matching, policy
+from tieredkv import keys, layout, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
@@ -33,8 +34,6 @@ from tieredkv.core import (
     Chain,
     Config,
     FetchReport,
-    Hit,
-    Match,
     Namespace,
     Problem,
     Quantization,
@@ -46,9 +45,12 @@ from tieredkv.core import (
 )
 from tieredkv.explain import AMBIGUOUS, CHANGED, UNREADABLE, Explanation, Wanted, missed
 from tieredkv.identity import Fingerprints, IdentityChanged
-from tieredkv.inquiry import Form, Inquiry
+from tieredkv.inquiry import Form as Asked
+from tieredkv.inquiry import Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
+from tieredkv.ranks import Alone, Attempt, Ranks, agreed, unanimous
 from tieredkv.restored import Copiers
+from tieredkv.search import Form, Search
 from tieredkv.store import TieredStore
 from tieredkv.tiers.tree import PrefixUsage, Ranking
 
@@ -59,9 +61,6 @@ _FETCHED = 32
 
 # A prompt's state in the restored caches, and in the batch that they are merged into.
 _COPIES = 2
-
-# What was evicted or found damaged after a match isn't matched again.
-_TRIES = 2
 
 
 def _host() -> str:
@@ -138,6 +137,7 @@ class TieredPromptCache:
         reserve_bytes: int = 0,
         cold_quantize: str = "none",
         cold_admit: str = "all",
+        ranks: Ranks | None = None,
     ) -> None:
         """Open the tiers.
 
@@ -166,6 +166,9 @@ class TieredPromptCache:
                 and not equal. Caches share blocks only if they agree on it.
             cold_admit: "all", or "reused" to write only what comes back: fewer writes, but a prompt
                 that nothing has used yet is lost with the process.
+            ranks: the processes that serve each model together with this one, each with a cache
+                of its own that is called alike; None for one that serves alone. A hit is then as
+                long as the shortest among them.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense.
@@ -187,7 +190,10 @@ class TieredPromptCache:
         self._host = f"{_host()}, {quantization}" if quantization else _host()
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
+        self._ranks: Ranks = Alone() if ranks is None else ranks
         self._n_prompt = 0
+        # Root of the namespace that was searched last.
+        self._searched: BlockKey | None = None
         self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
         self._ranking = Ranking(self._store.cold.consult)
@@ -272,13 +278,28 @@ class TieredPromptCache:
         before is not found any more under this key. On the generation thread.
         """
         with self._lock, self._contained("bind"):
+            fault = self._identify(key, models)
+            # It runs the models, for which all ranks are needed.
+            if unanimous(self._ranks, fault is None):
+                self._probe(key, models)
+            if fault is not None:
+                raise fault
+
+    def _identify(self, key: Hashable, models: Sequence[Any]) -> Exception | None:
+        """Take the identity of models that have just been loaded; what went wrong with it."""
+        try:
             for name in filter(None, self._names(key)):
                 self._fingerprints.renew(name)
             self._weights[key] = layout.digest(models)
-            try:
-                self._layouts[_unsalted(self._base(key))] = layout.probe(models)
-            except Refused as e:
-                self._refuse(e)
+        except Exception as e:  # noqa: BLE001 - raised again once all ranks know of it
+            return e
+        return None
+
+    def _probe(self, key: Hashable, models: Sequence[Any]) -> None:
+        try:
+            self._layouts[_unsalted(self._base(key))] = layout.probe(models)
+        except Refused as e:
+            self._refuse(e)
 
     def yield_memory(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> bool:
         """Demote until MLX can take ``n_bytes`` more within ``memory_bytes``; whether it can then.
@@ -299,6 +320,11 @@ class TieredPromptCache:
         # MLX keeps what is freed for its own use, and Metal counts it.
         mx.clear_cache()
         return freed >= over
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process among those that serve a model with it."""
+        return self._ranks
 
     @property
     def directory(self) -> Path | None:
@@ -332,7 +358,7 @@ class TieredPromptCache:
         if len(shapes) > 1:
             why = "several layouts are stored for this model, and which is its own isn't known yet"
             return missed(AMBIGUOUS, why, len(ids))
-        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        forms = [Asked(replace(base, layout=shape.to_json()), shape) for shape in shapes]
         inquiry = Inquiry(
             self._store.hot,
             self._store.cold,
@@ -387,71 +413,60 @@ class TieredPromptCache:
         self, model: Hashable, tokens: Tokens, tenant: bytes
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
+        if len(tokens) < 2:
+            # One is always left to compute.
+            self._miss("absent")
+            return None, 0
         before = self._store.promote_seconds
-        found = self._known_namespace(model, tenant)
-        if found is None:
-            return None, 0
-        namespace, shape = found
-        chain = self._chain(namespace, tokens[:-1])
-        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
-        if self._quantization is None:
-            hit = self._load(chain, shape)
-        else:
-            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], self._quantization)
+        own = Attempt(partial(self._search, model, tokens, tenant))
+        found = agreed(self._ranks, len(tokens) - 1, own)
         promote_seconds = self._store.promote_seconds - before
-        if hit is None:
-            self._note_fetch(namespace, tokens, 0)
-            self._miss("absent", promote_seconds)
+        n = found.hit.n_tokens if found else 0
+        if self._ranks.size > 1:
+            self._store.counters.add("unshared_tokens", own.n_longest - n)
+        root = self._searched
+        if root is None:
             return None, 0
-        caches = layout.restore(shape, hit, len(tokens), self._copiers)
-        self._note_fetch(namespace, tokens, hit.n_tokens)
+        self._note_fetch(root, tokens, n)
+        if found is None:
+            self._miss("ranks" if own.n_longest else "absent", promote_seconds)
+            return None, 0
+        hit = found.hit
         self._last_fetch = FetchReport(len(tokens), hit.n_hot, hit.n_cold, promote_seconds)
-        root = keys.namespace_key(namespace)
-        self._store.pace.spared(root, hit.n_tokens, promote_seconds)
+        self._store.pace.spared(root, n, promote_seconds)
         self._store.counters.add("hits", label="cold" if hit.n_cold else "hot")
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
-        return caches, hit.n_tokens
+        return found.caches, n
 
-    def _load(self, chain: Chain, shape: Layout) -> Hit | None:
-        for _ in range(_TRIES):
-            if shape.is_sliced:
-                match = self._store.match(chain)
-            else:
-                match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
-            if not self._is_worth(chain, shape, match):
-                self._store.counters.add("recomputed")
-                match = matching.only_hot(match, chain) if shape.is_sliced else Match()
-            hit = self._store.load(chain, match)
-            if hit is None or layout.fits(shape, hit):
-                return hit
-        return None
-
-    def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
-        """Whether what a match would promote is faster read than computed."""
-        n_cold, n_whole = matching.cold_tokens(match, chain)
-        if not n_cold:
-            return True
-        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(n_whole))
-
-    def _load_at_step(
-        self, namespace: Namespace, plain: Layout, tokens: Tokens, how: Quantization
-    ) -> tuple[Layout, Hit | None]:
-        """The longest hit that ends where a step of the prefill would, in the form that the state
-        would have there.
+    def _search(self, model: Hashable, tokens: Tokens, tenant: bytes) -> Search | None:
+        """The search for a prompt, None if none of its model can be known. Makes room for its
+        state.
         """
+        self._searched = None
+        known = self._known_namespace(model, tenant)
+        if known is None:
+            return None
+        namespace, shape = known
+        self._searched = keys.namespace_key(namespace)
+        chain = self._chain(namespace, tokens[:-1])
+        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
+        forms = self._forms(namespace, shape, len(tokens))
+        return Search(self._store, self._chains, self._copiers, tokens, forms)
+
+    def _forms(self, namespace: Namespace, plain: Layout, n_tokens: int) -> list[Form]:
+        """The forms that state of a prompt may have: if it is quantized on its way, that in which
+        it would be at each end of a step of the prefill.
+        """
+        how = self._quantization
+        if how is None:
+            return [Form(keys.namespace_key(namespace), plain, 1, n_tokens)]
         packed = plain.quantized(how.group_size, how.bits)
-        forms = ((packed, how.settled, len(tokens)), (plain, 1, how.start - 1))
-        for shape, least, most in forms:
-            form = replace(namespace, layout=shape.to_json())
-            n = min(most, len(tokens)) // how.step * how.step
-            while n >= least:
-                hit = self._load(self._chain(form, tokens[:n]), shape)
-                found = hit.n_tokens if hit else 0
-                if found == n:
-                    return shape, hit
-                n = found // how.step * how.step
-        return plain, None
+        root = keys.namespace_key(replace(namespace, layout=packed.to_json()))
+        return [
+            Form(root, packed, how.settled, n_tokens, how.step),
+            Form(keys.namespace_key(namespace), plain, 1, how.start - 1, how.step),
+        ]
 
     def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
         try:
@@ -506,8 +521,7 @@ class TieredPromptCache:
             raise Refused("quantized", "state was quantized before a whole step of the prefill")
         return True
 
-    def _note_fetch(self, namespace: Namespace, tokens: Tokens, n_cached: int) -> None:
-        root = keys.namespace_key(namespace)
+    def _note_fetch(self, root: BlockKey, tokens: Tokens, n_cached: int) -> None:
         self._fetched.append(_Fetched(root, tokens, n_cached, time.monotonic()))
 
     def _note_prefill(self, chain: Chain) -> None:
@@ -592,6 +606,7 @@ class TieredPromptCache:
             adapter=prints[1],
             draft=prints[2],
             host=self._host,
+            shard=self._ranks.shard,
             salt=keys.tenant_salt(self._store.config.salt, tenant),
             block_tokens=self._store.config.block_tokens,
             name=name,

@@ -29,15 +29,13 @@ from tieredkv.generation import TieredModelProvider, TieredResponseGenerator
 from tieredkv.handler import TieredAPIHandler
 from tieredkv.patch import UPSTREAM_VERSION
 from tieredkv.prompt_cache import TieredPromptCache
+from tieredkv.ranks import Alone, Distributed, Ranks
 
 _LOG = logging.getLogger("tieredkv")
 
 
 def open_cache(args: argparse.Namespace) -> TieredPromptCache:
     """The prompt cache that the flags describe."""
-    if mx.distributed.init().size() > 1:
-        _LOG.warning("more than one rank: prompts are not cached, since ranks must hit alike")
-        return TieredPromptCache(hot_bytes=0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hot_bytes = args.prompt_cache_bytes
     cache = TieredPromptCache(
@@ -50,6 +48,7 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         reserve_bytes=args.prompt_cache_reserve,
         cold_quantize=args.cold_quantize,
         cold_admit=args.cold_admit,
+        ranks=_ranks(args),
     )
     if args.cold_quantize != "none":
         _LOG.warning(
@@ -67,6 +66,13 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         else "none",
     )
     return cache
+
+
+def _ranks(args: argparse.Namespace) -> Ranks:
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return Alone()
+    return Distributed(group, "pipeline" if args.pipeline else "tensor")
 
 
 def _quantization(args: argparse.Namespace) -> Quantization | None:
@@ -124,12 +130,12 @@ def _serve_until_signal(args: argparse.Namespace, generator: TieredResponseGener
         else:
             generator.join()
     except KeyboardInterrupt:
-        return int(generator.failed_to_load)
+        return int(generator.has_failed)
     except OSError as e:
         _LOG.error("can't serve on %s:%d: %s", args.host, args.port, e)
         return 1
     # Upstream's server takes the interrupt of a signal as its regular end.
-    return int(generator.failed_to_load)
+    return int(generator.has_failed)
 
 
 def serve(argv: Sequence[str] | None = None) -> int:

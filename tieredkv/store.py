@@ -337,6 +337,7 @@ class TieredStore:
             bytes_written=done.bytes_written,
             disk_bytes=done.disk_bytes,
             unadmitted=count.total("unadmitted"),
+            unshared_tokens=count.total("unshared_tokens"),
             faults=count.by_label("faults") | done.faults,
         )
 
