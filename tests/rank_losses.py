@@ -1,0 +1,342 @@
+"""Two real ranks on the loopback address, one of which loses this and that of its cache before a
+request, while the other doesn't.
+
+``python tests/rank_losses.py --help`` says how to run the long form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import tiny  # noqa: E402 - found by the line before, also under mlx.launch
+from server import Local, Reply, free_port  # noqa: E402
+
+import tieredkv.server  # noqa: E402
+from tieredkv import TieredPromptCache, keys  # noqa: E402
+from tieredkv.tiers.records import piece_key  # noqa: E402
+
+# A request takes a second at most; one that hangs, for ever.
+_HUNG_SECONDS = 60
+_SAME = 1e-2
+
+# By name: the module of the model, how ranks share it, and more of its configuration.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tensor": ("qwen3", "tensor", {"num_hidden_layers": 2}),
+    "pipeline": ("deepseek_v2", "pipeline", {"num_hidden_layers": 2}),
+    "windows": ("gpt_oss", "tensor", {"num_hidden_layers": 2}),
+    "hybrid": ("qwen3_next", "pipeline", {"num_hidden_layers": 3}),
+}
+
+
+@dataclass
+class Report:
+    """What came of it. Tokens ``reused``, and those that the better and the lesser of both ranks
+    knew of the same prompts; ``losses`` by rank and kind.
+    """
+
+    requests: int = 0
+    wrong: int = 0
+    hung: int = 0
+    prompt_tokens: int = 0
+    reused: int = 0
+    better: int = 0
+    lesser: int = 0
+    losses: list[dict[str, int]] = field(default_factory=list)
+    stats: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class LossyCache(TieredPromptCache):
+    """A cache that loses something before some fetches, each rank on its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.rank = int(self.ranks.shard.partition("/")[0])
+        self.losses: Counter[str] = Counter()
+        # Tokens that this rank knew, and those that all restored, of each fetch.
+        self.known: list[tuple[int, int]] = []
+        self._dice = random.Random(_SEED * 1000 + self.rank)
+        kinds: dict[str, Callable[[Hashable, Sequence[int]], None]] = {
+            "evicted": self._evict,
+            "damaged": self._damage,
+            "directory": self._delete,
+            "demoted": self._demote,
+            "disk full": self._fill,
+            "fault": self._fail,
+            "slow": self._slow,
+        }
+        self._kinds = kinds
+        self._heal: Callable[[], None] = lambda: None
+
+    def fetch_nearest_cache(
+        self, model: Hashable, tokens: Sequence[int]
+    ) -> tuple[list[Any] | None, list[int]]:
+        if _is_salted(tokens):
+            return super().fetch_nearest_cache(model, tokens)
+        self.flush(5)
+        self._heal()
+        self._heal = lambda: None
+        if self._dice.random() < 0.35:
+            kind = self._dice.choice([*self._kinds])
+            self.losses[kind] += 1
+            self._kinds[kind](model, tokens)
+        before = self.stats().unshared_tokens
+        caches, rest = super().fetch_nearest_cache(model, tokens)
+        n = len(tokens) - len(rest)
+        self.known.append((n + self.stats().unshared_tokens - before, n))
+        return caches, rest
+
+    def lost(self) -> dict[str, int]:
+        return dict(self.losses)
+
+    def fetched(self) -> list[tuple[int, int]]:
+        return self.known
+
+    def counted(self) -> dict[str, Any]:
+        return asdict(self.stats())
+
+    # ---- losses
+
+    def _some_block(self, model: Hashable, tokens: Sequence[int]) -> bytes | None:
+        known = self._known_namespace(model)
+        chain = self._chain(known[0], keys.as_tokens(tokens)) if known else None
+        stored = self._store.cold.present(chain.keys) if chain else frozenset()
+        return self._dice.choice(sorted(stored)) if stored else None
+
+    def _evict(self, model: Hashable, tokens: Sequence[int]) -> None:
+        self.trim_to(n_bytes=0)
+        if key := self._some_block(model, tokens):
+            self._store.cold._write(lambda ledger, _: ledger.remove_subtree(key, 1000))
+
+    def _damage(self, model: Hashable, tokens: Sequence[int]) -> None:
+        self.trim_to(n_bytes=0)
+        if key := self._some_block(model, tokens):
+            self._store.cold._write(
+                lambda ledger, _: ledger._txn.put(
+                    piece_key(key, 0),
+                    bytes(min(65512, ledger.record(key).blob_bytes)),
+                    db=ledger._dbs.blob,
+                )
+            )
+
+    def _delete(self, *_: Any) -> None:
+        self.trim_to(n_bytes=0)
+        shutil.rmtree(self._store.config.cold_dir)
+
+    def _demote(self, *_: Any) -> None:
+        self.trim_to(n_bytes=0)
+
+    def _fill(self, *_: Any) -> None:
+        cold, before = self._store.cold, self._store.cold._reserve
+        cold._reserve = 1 << 60
+
+        def heal() -> None:
+            cold._reserve = before
+
+        self._heal = heal
+
+    def _fail(self, *_: Any) -> None:
+        def load(*_: Any) -> None:
+            raise OSError("a fault of this rank's own")
+
+        self._store.load = load
+        self._heal = lambda: self._store.__dict__.pop("load")
+
+    def _slow(self, *_: Any) -> None:
+        pace = self._store.pace
+        self.trim_to(n_bytes=0)
+        pace._per_byte, before = 1e3, pace._per_byte
+
+        def heal() -> None:
+            pace._per_byte = before
+
+        self._heal = heal
+
+
+def _is_salted(tokens: Sequence[int]) -> bool:
+    return bool(getattr(tokens, "salt", b""))
+
+
+# ---- requests
+
+
+class Talk:
+    """Conversations that begin alike and go on, as agents' do."""
+
+    def __init__(self, seed: int) -> None:
+        self._dice = random.Random(seed)
+        self._talks = [self._opening(i) for i in range(4)]
+
+    def _words(self, n: int) -> str:
+        return " ".join(self._dice.choice(["sea", "salt", "wind", "stone"]) for _ in range(n))
+
+    def _opening(self, i: int) -> list[dict[str, str]]:
+        return [{"role": "system", "content": f"{'rules ' * 8}{i % 2} {self._words(6)}"}]
+
+    def next(self) -> dict[str, Any]:
+        talk = self._dice.choice(self._talks)
+        if len(talk) > 9:
+            del talk[1:]
+        talk.append({"role": "user", "content": self._words(self._dice.randrange(2, 12))})
+        body: dict[str, Any] = {"messages": [*talk], "max_tokens": 4, "temperature": 0}
+        if self._dice.random() < 0.4:
+            body["seed"] = 1  # served alone
+        body["logprobs"] = True
+        return body | {"talk": talk}
+
+
+def _same(a: Reply, b: Reply) -> bool:
+    if a.text != b.text or len(a.logprobs) != len(b.logprobs):
+        return False
+    pairs = zip(a.logprobs, b.logprobs, strict=True)
+    return all(abs(x["logprob"] - y["logprob"]) < _SAME for x, y in pairs)
+
+
+def drive(server: Local, n_requests: int, report: Report) -> None:
+    """Ask for each answer twice: of the cache, and in a tenant that has nothing stored."""
+    talk = Talk(_SEED)
+    for i in range(n_requests):
+        body = talk.next()
+        turns = body.pop("talk")
+        answer = server.chat(**body)
+        bare = server.chat(**body, cache_salt=f"bare {i}")
+        if bare.n_cached:
+            raise RuntimeError("a prompt of an empty tenant hit")
+        report.requests += 1
+        report.wrong += not _same(answer, bare)
+        report.prompt_tokens += answer.n_prompt
+        turns.append({"role": "assistant", "content": answer.text})
+
+
+# ---- a rank
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    """One rank's process: the server's threads, and on the first rank the clients."""
+    tieredkv.server.TieredPromptCache = LossyCache  # type: ignore[misc]  # what open_cache makes
+    rank = mx.distributed.init().rank()
+    folder = Path(options.folder)
+    flags = ["--pipeline"] if CASES[options.case][1] == "pipeline" else []
+    cold = folder / f"cold{rank}"
+    with Local(folder / "model", cold, *flags, "--prefill-checkpoint", "32") as server:
+        if rank:
+            server.generator.join()
+            return
+        report, start = Report(), time.monotonic()
+        drive(server, options.requests, report)
+        report.seconds = round(time.monotonic() - start, 1)
+        fetched = server.generator.on_all_ranks("fetched")
+        for pairs in zip(*fetched, strict=True):
+            known, restored = zip(*pairs, strict=True)
+            if len(set(restored)) > 1:
+                raise RuntimeError(f"the ranks restored {restored} tokens")
+            report.reused += restored[0]
+            report.better += max(known)
+            report.lesser += min(known)
+        report.losses = server.generator.on_all_ranks("lost")
+        report.stats = server.generator.on_all_ranks("counted")
+        (folder / "report.json").write_text(json.dumps(asdict(report)))
+
+
+def make_model(folder: Path, case: str) -> None:
+    """A model that ranks can share, with the index that cutting it by layers needs."""
+    name, _, config = CASES[case]
+    tiny.save(folder, name, **config)
+    names = mx.load(str(folder / "model.safetensors"))
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def launch(script: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """``mlx.launch`` of two ranks on this machine."""
+    command = [
+        *(sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"),
+        *("-n", "2", "--backend", "ring", "--starting-port", str(free_port())),
+        *("--", sys.executable, *script),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+
+
+def run(case: str, n_requests: int, seed: int, folder: Path) -> Report:
+    """Serve so many requests with two ranks that lose their caches' content."""
+    make_model(folder / "model", case)
+    me = [__file__, "--rank", "--case", case, "--requests", str(n_requests)]
+    more = ["--seed", str(seed), "--folder", str(folder)]
+    log = folder / "log"
+    process = launch([*me, *more], log)
+    try:
+        process.wait(_HUNG_SECONDS + 3 * n_requests)
+    except subprocess.TimeoutExpired:
+        return Report(hung=1)
+    finally:
+        end(process)
+    if process.returncode or not (folder / "report.json").exists():
+        raise RuntimeError(f"the ranks failed:\n{log.read_text()[-4000:]}")
+    return Report(**json.loads((folder / "report.json").read_text()))
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End the ranks, whatever they do."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def main() -> int:
+    """The long form."""
+    global _SEED
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--case", choices=[*CASES, "all"], default="all")
+    p.add_argument("--requests", type=int, default=200)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--folder", help=argparse.SUPPRESS)
+    p.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = p.parse_args()
+    _SEED = options.seed
+    if options.rank:
+        rank_main(options)
+        return 0
+    bad = 0
+    for case in CASES if options.case == "all" else [options.case]:
+        with tempfile.TemporaryDirectory() as folder:
+            report = run(case, options.requests, options.seed, Path(folder))
+        print(case, json.dumps(asdict(report), indent=1))
+        bad += report.wrong + report.hung
+    return int(bad > 0)
+
+
+_SEED = 0
+
+if __name__ == "__main__":
+    sys.exit(main())
