@@ -16,9 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ from tieredkv.tiers.records import piece_key  # noqa: E402
 # A request takes a second at most; one that hangs, for ever.
 _HUNG_SECONDS = 60
 _SAME = 1e-2
+# Prompts of some hundred tokens are of several blocks then.
+_BLOCK_TOKENS = 32
 
 # By name: the module of the model, how ranks share it, and more of its configuration.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -69,7 +74,7 @@ class LossyCache(TieredPromptCache):
     """A cache that loses something before some fetches, each rank on its own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, **kwargs, block_tokens=_BLOCK_TOKENS)
         self.rank = int(self.ranks.shard.partition("/")[0])
         self.losses: Counter[str] = Counter()
         # Tokens that this rank knew, and those that all restored, of each fetch.
@@ -196,12 +201,20 @@ class Talk:
         talk = self._dice.choice(self._talks)
         if len(talk) > 9:
             del talk[1:]
+        if talk[-1]["role"] == "user":
+            talk.append({"role": "assistant", "content": "wait"})
         talk.append({"role": "user", "content": self._words(self._dice.randrange(2, 12))})
         body: dict[str, Any] = {"messages": [*talk], "max_tokens": 4, "temperature": 0}
         if self._dice.random() < 0.4:
             body["seed"] = 1  # served alone
         body["logprobs"] = True
-        return body | {"talk": talk}
+        return body
+
+    def answered(self, body: dict[str, Any], text: str) -> None:
+        """Go on from there, unless another question came in between."""
+        for talk in self._talks:
+            if talk == body["messages"]:
+                talk.append({"role": "assistant", "content": text})
 
 
 def _same(a: Reply, b: Reply) -> bool:
@@ -212,19 +225,35 @@ def _same(a: Reply, b: Reply) -> bool:
 
 
 def drive(server: Local, n_requests: int, report: Report) -> None:
-    """Ask for each answer twice: of the cache, and in a tenant that has nothing stored."""
-    talk = Talk(_SEED)
-    for i in range(n_requests):
-        body = talk.next()
-        turns = body.pop("talk")
-        answer = server.chat(**body)
-        bare = server.chat(**body, cache_salt=f"bare {i}")
-        if bare.n_cached:
-            raise RuntimeError("a prompt of an empty tenant hit")
-        report.requests += 1
-        report.wrong += not _same(answer, bare)
-        report.prompt_tokens += answer.n_prompt
-        turns.append({"role": "assistant", "content": answer.text})
+    """Ask for each answer twice: of the cache, and in a tenant that has nothing stored. Now and
+    then two clients ask at once, and another one leaves before its answer.
+    """
+    talk, dice = Talk(_SEED), random.Random(_SEED)
+    with ThreadPoolExecutor(2) as clients:
+        while report.requests < n_requests:
+            bodies = [talk.next() for _ in range(dice.choice([1, 1, 1, 2]))]
+            if dice.random() < 0.1:
+                leave(server, bodies[0], dice.random())
+            for body, answer, bare in clients.map(partial(ask, server), bodies):
+                report.requests += 1
+                report.wrong += not _same(answer, bare)
+                report.prompt_tokens += answer.n_prompt
+                talk.answered(body, answer.text)
+
+
+def ask(server: Local, body: dict[str, Any]) -> tuple[dict[str, Any], Reply, Reply]:
+    answer = server.chat(**body)
+    bare = server.chat(**body, cache_salt=f"bare {uuid.uuid4()}")
+    if bare.n_cached:
+        raise RuntimeError("a prompt of an empty tenant hit")
+    return body, answer, bare
+
+
+def leave(server: Local, body: dict[str, Any], seconds: float) -> None:
+    """Send a request, and close its connection while it is being served."""
+    connection = server.send({**body, "stream": True, "max_tokens": 1000})
+    time.sleep(seconds)
+    connection.close()
 
 
 # ---- a rank

@@ -1,0 +1,260 @@
+"""Ranks that restore the same tokens, whatever each of them has lost."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_losses
+from caches import make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from server import Endpoint, free_port
+
+from tieredkv import TieredPromptCache
+from tieredkv.ranks import Alone, Attempt, agreed
+
+# A rank that waits longer for the others waits for ever.
+_HUNG_SECONDS = 10
+
+
+class Party:
+    """Ranks that are threads of this process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._given: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=_HUNG_SECONDS)
+
+    def told(self, rank: int, own: Any) -> list[Any]:
+        self._given[rank] = own
+        self._barrier.wait()
+        given = [*self._given]
+        self._barrier.wait()
+        return given
+
+    def run(self, work: Callable[[Member], Any]) -> list[Any]:
+        """What work comes to on each rank: a result, or what it raised."""
+
+        def one(rank: int) -> Any:
+            try:
+                return work(Member(self, rank))
+            except threading.BrokenBarrierError:
+                raise
+            except Exception as e:  # noqa: BLE001 - that is what it came to
+                return e
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return [*pool.map(one, range(self.size))]
+
+
+@dataclass
+class Member:
+    """One of a party's ranks."""
+
+    party: Party
+    rank: int
+    n_exchanges: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.party.size
+
+    @property
+    def shard(self) -> str:
+        return f"{self.rank}/{self.size}/tensor"
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        self.n_exchanges += 1
+        return [list(each) for each in self.party.told(self.rank, numbers)]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return list(self.party.told(self.rank, data))
+
+
+@dataclass
+class Holdings:
+    """What one rank can restore: any length up to ``longest``, or only those at ``points``.
+
+    Of the loads the first ones come out as ``damage`` says: that many tokens shorter, or, for
+    None, as a fault.
+    """
+
+    longest: int
+    points: frozenset[int] | None
+    damage: list[int | None] = field(default_factory=list)
+    found: int = 0
+
+    def has(self, n: int) -> bool:
+        return n <= self.longest if self.points is None else n in self.points
+
+    def find(self, most: int) -> int:
+        self.found = next((n for n in range(most, 0, -1) if self.has(n)), 0)
+        return self.found
+
+    def load(self) -> tuple[str | None, int]:
+        lost = self.damage.pop(0) if self.damage else 0
+        if lost is None:
+            raise OSError("the disk is gone")
+        n = max(0, self.found - lost)
+        return (f"state of {n}", n) if n and self.has(n) else (None, n)
+
+
+holdings = st.builds(
+    Holdings,
+    st.integers(0, 40),
+    st.none() | st.frozensets(st.integers(1, 40), max_size=12),
+    st.lists(st.none() | st.integers(0, 5), max_size=4),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(holdings, min_size=1, max_size=3))
+def test_ranks_restore_the_same_tokens_after_the_same_exchanges(all_holdings):
+    """If this failed, one rank would wait for the others for ever, or compute what they don't."""
+    n_exchanges = set()
+
+    def fetch(member: Member) -> Any:
+        try:
+            return agreed(member, 40, Attempt(lambda: all_holdings[member.rank]))
+        finally:
+            n_exchanges.add(member.n_exchanges)
+
+    is_sound = not any(h.damage for h in all_holdings)
+    results = Party(len(all_holdings)).run(fetch)
+    assert len(n_exchanges) == 1
+    if any(isinstance(r, OSError) for r in results):
+        assert all(r is None or isinstance(r, OSError) for r in results)
+        return
+    assert len(set(results)) == 1
+    common = [n for n in range(1, 41) if all(h.has(n) for h in all_holdings)]
+    if is_sound:
+        assert results[0] == (f"state of {common[-1]}" if common else None)
+
+
+def test_one_process_restores_what_it_finds_at_once():
+    """If this failed, a server without other ranks would look for each prompt several times."""
+    assert agreed(Alone(), 40, Attempt(lambda: Holdings(30, None))) == "state of 30"
+
+
+def test_a_search_that_cannot_begin_is_a_miss_of_all():
+    """If this failed, a rank whose files were changed would leave the others waiting."""
+
+    def begin(rank: int) -> Holdings | None:
+        if rank == 1:
+            raise ValueError("no such file")
+        return Holdings(30, None) if rank else None
+
+    results = Party(3).run(lambda member: agreed(member, 40, Attempt(lambda: begin(member.rank))))
+    assert [type(r) for r in results] == [type(None), ValueError, type(None)]
+
+
+class Model:
+    """Counts how often it is run."""
+
+    def __init__(self) -> None:
+        self.n_runs = 0
+        self.layers = [None]
+
+    def parameters(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, _: Any, cache: list[Any]) -> Any:
+        self.n_runs += 1
+        cache[0].update_and_fetch(*make([0])[0].state[:2])
+        return cache[0].keys
+
+
+def test_no_rank_runs_a_new_model_alone(tmp_path):
+    """If this failed, a rank that can't read a model's files would stop all others at its load."""
+
+    class Unreadable(TieredPromptCache):
+        def _names(self, model: Any) -> list[str]:
+            raise OSError("not readable")
+
+    models = [Model(), Model()]
+
+    def bind(member: Member) -> None:
+        kind = Unreadable if member.rank else TieredPromptCache
+        with kind(ranks=member) as cache:
+            cache.bind(("model", None, None), models[member.rank])
+
+    Party(2).run(bind)
+    assert [m.n_runs for m in models] == [0, 0]
+
+
+def test_what_cannot_be_sent_to_other_ranks_comes_as_its_text():
+    """If this failed, an exception of its own kind would end every rank's generation thread."""
+    from tieredkv.generation import _pickled
+
+    class Odd(Exception):
+        def __init__(self, n: int, text: str) -> None:
+            super().__init__(f"{n} {text}")
+
+    result = pickle.loads(_pickled(Odd(3, "blocks")))
+    assert str(result) == "Odd: 3 blocks"
+
+
+@pytest.mark.parametrize(("case", "n_requests"), [("tensor", 10), ("hybrid", 8)])
+def test_two_ranks_that_lose_their_state_answer_right(case, n_requests, tmp_path):
+    """If this failed, a rank that lost a block alone would give nonsense, or hang for ever."""
+    report = rank_losses.run(case, n_requests, 3, tmp_path)
+    assert (report.wrong, report.hung) == (0, 0)
+    assert report.requests >= n_requests
+    assert 0 < report.reused <= report.lesser
+    assert all(report.losses)
+
+
+class Job(Endpoint):
+    """``tieredkv serve`` on two ranks that share a directory."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.port = free_port()
+        self.log = folder / "log"
+        serve = ["-m", "tieredkv", "serve", "--model", str(folder / "model"), *flags]
+        serve += ["--port", str(self.port), "--prompt-cache-dir", str(folder / "cold")]
+        self.process = rank_losses.launch(serve, self.log)
+        deadline = time.monotonic() + 60
+        while not self._is_up():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                rank_losses.end(self.process)
+                raise RuntimeError(self.log.read_text())
+            time.sleep(0.1)
+
+    def _is_up(self) -> bool:
+        try:
+            return self.health() == 200
+        except OSError:
+            return False
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        rank_losses.end(self.process)
+
+
+def test_a_prompt_outlives_a_restart_of_two_ranks(tmp_path):
+    """If this failed, models on several machines would be served without the cold tier."""
+    rank_losses.make_model(tmp_path / "model", "tensor")
+    question = [{"role": "user", "content": "what is the sea made of " * 12}]
+    with Job(tmp_path) as job:
+        first = job.chat(question, seed=1)
+        os.killpg(job.process.pid, signal.SIGINT)
+        started = time.monotonic()
+        job.process.wait(20)
+        assert time.monotonic() - started < 4, "they waited for each other"
+    with Job(tmp_path) as job:
+        again = job.chat(question, seed=1)
+        assert again.n_cached >= again.n_prompt - 1
+        assert again.text == first.text
+        os.killpg(job.process.pid, signal.SIGKILL)
