@@ -7,6 +7,7 @@ request, while the other doesn't.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -335,10 +336,8 @@ def run(case: str, n_requests: int, seed: int, folder: Path) -> Report:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """End the ranks, whatever they do."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

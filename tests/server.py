@@ -119,10 +119,11 @@ class Endpoint:
 class Local(Endpoint):
     """The server's handler, generator and cache on threads of this process.
 
-    Starts as fast as its model loads. Only one of them may serve a sequential request at a time.
+    Starts as fast as its model loads, on ``port`` or any free one of the address that the flag
+    --host names. Only one of them may serve a sequential request at a time.
     """
 
-    def __init__(self, model: Path, folder: Path | str, *flags: str) -> None:
+    def __init__(self, model: Path, folder: Path | str, *flags: str, port: int = 0) -> None:
         args = tieredkv.server.parser().parse_args(
             ["--model", str(model), "--prompt-cache-dir", str(folder), *flags]
         )
@@ -130,7 +131,7 @@ class Local(Endpoint):
         provider = tieredkv.server.TieredModelProvider(args, self.cache)
         self.generator = tieredkv.server.TieredResponseGenerator(provider, self.cache)
         handler = partial(tieredkv.server.TieredAPIHandler, self.generator)
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self._http = ThreadingHTTPServer((args.host, port), handler)
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))

@@ -174,11 +174,11 @@ class Model:
         return cache[0].keys
 
 
-def test_no_rank_runs_a_new_model_alone(tmp_path):
+def test_no_rank_runs_a_new_model_alone():
     """If this failed, a rank that can't read a model's files would stop all others at its load."""
 
     class Unreadable(TieredPromptCache):
-        def _names(self, model: Any) -> list[str]:
+        def _names(self, _: Any) -> list[str]:
             raise OSError("not readable")
 
     models = [Model(), Model()]

@@ -36,7 +36,7 @@ class SlowTier(NullTier):
         self.got += [b.key for b in taken]
         return len(taken)
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], expires: int = 0) -> None:  # noqa: ARG002 - the contract
         if self.fault:
             raise self.fault
         self.touched += keys

@@ -1,203 +1,40 @@
-"""The HTTP API of the cache: what is asked, who may ask it, and the answer. No sockets here."""
+"""The HTTP API of the cache: which path is answered by what. No sockets here; see docs/api.md."""
 
 from __future__ import annotations
 
-import ipaddress
-import json
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, Protocol
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
 
-from tieredkv import page
+from tieredkv import page, steering
+from tieredkv.access import check_access
+from tieredkv.calls import Answer, Call, Misuse, Server, json_answer, path_of, refusal
+from tieredkv.core import Keeping
 from tieredkv.exposition import Reading, exposition
-from tieredkv.journal import Journal, RequestReport
-from tieredkv.prompt_cache import TieredPromptCache
+from tieredkv.texts import Texts
+from tieredkv.tiers.tree import PrefixUsage
 
-_JSON = "application/json"
 _FAULTS = 20
-_WARMED = 1024
-_DEEP = "the body is nested too deeply"
+_PREFIXES = 10
 
-# What a request for a completion may have: what this server looks at, and what others do. A name
-# that isn't among them is a slip of the pen, and with a salt's name would end in another tenant.
-_REQUEST_FIELDS = frozenset(
-    (
-        *("messages", "prompt", "model", "adapters", "draft_model", "num_draft_tokens"),
-        *("tools", "tool_choice", "parallel_tool_calls", "role_mapping", "chat_template_kwargs"),
-        *("cache_salt", "cache_ttl", "stream", "stream_options", "max_tokens"),
-        *("max_completion_tokens", "stop", "seed", "n", "best_of", "echo", "suffix", "user"),
-        *("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"),
-        *("repetition_penalty", "repetition_context_size", "presence_penalty"),
-        *("presence_context_size", "frequency_penalty", "frequency_context_size"),
-        *("logit_bias", "logprobs", "top_logprobs", "response_format", "reasoning_effort"),
-        *("metadata", "store", "service_tier", "modalities", "prediction", "safety_identifier"),
-        *("prompt_cache_key", "verbosity"),
-    )
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One HTTP request to the API: ``target`` as in its first line, ``client`` its address;
-    ``body`` reads its body, and ``prompts`` knows what prompts in it are.
-    """
-
-    method: str
-    target: str
-    headers: Mapping[str, str]
-    client: str
-    body: Callable[[], bytes]
-    prompts: Prompts
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return _path(self.target)
-
-    @property
-    def query(self) -> dict[str, list[str]]:
-        """The query's fields."""
-        return parse_qs(self.target.partition("?")[2], keep_blank_values=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a call is answered with."""
-
-    status: int
-    body: bytes
-    content_type: str = _JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-class Prompts(Protocol):
-    """What a server makes of the body of a request for a completion, as a dict."""
-
-    def identify(self, body: dict[str, Any]) -> tuple[Hashable, Sequence[int]]:
-        """Key of the model and tokens under which its prompt's state is stored.
-
-        Raises:
-            Misuse: the request can't be served.
-        """
-
-    def compute(self, body: dict[str, Any]) -> RequestReport:
-        """Serve it with an answer of one token, so that its prompt's state is stored.
-
-        Raises:
-            Misuse: the request can't be served.
-        """
-
-
-class Misuse(Exception):
-    """A call that can't be served: an HTTP status, a code for programs, a text for people."""
-
-    def __init__(self, status: int, code: str, text: str, param: str | None = None) -> None:
-        super().__init__(text)
-        self.status = status
-        self.code = code
-        self.param = param
-
-
-def refusal(status: int, code: str, text: str, param: str | None = None) -> Answer:
-    """An error in the form of OpenAI's API."""
-    return _json({"error": _error(status, code, text, param)}, status)
-
-
-def _error(status: int, code: str, text: str, param: str | None) -> dict[str, str | None]:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"message": text, "type": kind, "param": param, "code": code}
-
-
-def _json(value: object, status: int = 200) -> Answer:
-    return Answer(status, json.dumps(value).encode())
-
-
-class Server(Protocol):
-    """What the API needs of the server besides its cache. Any thread may call."""
-
-    cache: TieredPromptCache
-    journal: Journal
-
-    @property
-    def cache_api(self) -> str:
-        """Who may use the API: "local", "anywhere" or "off"."""
-
-    @property
-    def models(self) -> list[str]:
-        """Names of the models that are loaded."""
-
-
-def _path(target: str) -> str:
-    return target.partition("?")[0]
+Route = Callable[[Call, Server], Answer]
 
 
 def owns(target: str) -> bool:
     """Whether a path is the API's."""
-    path = _path(target)
+    path = path_of(target)
     return path in ("/metrics", "/cache", "/v1/cache") or path.startswith(("/cache/", "/v1/cache/"))
 
 
 def answer(call: Call, server: Server) -> Answer:
     """The answer to a call whose path the API owns."""
     try:
-        _check_access(call, server.cache_api)
+        check_access(call, server.cache_api)
         return _route(call)(call, server)
     except Misuse as e:
         return refusal(e.status, e.code, str(e), e.param)
-
-
-# ---- who may ask
-
-
-def _check_access(call: Call, who: str) -> None:
-    """Refuse everybody but programs and pages of this machine, if the server is to.
-
-    A web page in the user's browser must not reach the API: neither as itself, which its Origin
-    tells, nor under a name of its own that leads here, which the Host tells.
-    """
-    if who == "off":
-        raise Misuse(404, "not_found", "there is no such path")
-    if who == "anywhere":
-        return
-    if not _is_loopback(call.client):
-        raise Misuse(
-            403,
-            "not_local",
-            "only this machine is answered here; --cache-api anywhere answers others, too",
-        )
-    host = (call.headers.get("Host") or "").lower()
-    if not _is_loopback(_hostname(f"//{host}")):
-        raise Misuse(403, "foreign_host", "ask for localhost or 127.0.0.1 by its name")
-    origin = call.headers.get("Origin")
-    if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-        raise Misuse(403, "foreign_origin", "pages of other sites are not answered here")
-
-
-def _hostname(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
-        address = address.ipv4_mapped
-    return address.is_loopback
-
-
-# ---- what is asked
-
-Route = Callable[[Call, Server], Answer]
 
 
 def _route(call: Call) -> Route:
@@ -216,7 +53,7 @@ def _metrics(call: Call, server: Server) -> Answer:
         server.cache.stats(),
         server.cache.details(),
         server.journal.totals(),
-        0,
+        server.cache.pinned_bytes,
     )
     body, content_type = exposition(reading, call.headers.get("Accept") or "")
     return Answer(200, body, content_type)
@@ -226,23 +63,19 @@ def _page(call: Call, _: Server) -> Answer:
     found = page.asset(call.path)
     if found is None:
         raise Misuse(404, "not_found", f"there is no {call.path}")
-    headers = {
-        "Content-Security-Policy": page.CONTENT_SECURITY_POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Answer(200, *found, headers)
+    return Answer(200, *found, page.HEADERS)
 
 
 def _stats(_: Call, server: Server) -> Answer:
-    return _json(stats(server))
+    return json_answer(stats(server))
 
 
 def stats(server: Server) -> dict[str, Any]:
     """What ``GET /v1/cache/stats`` answers; times are seconds of Unix time, sizes bytes."""
-    now, details, journal = server.cache.stats(), server.cache.details(), server.journal
-    directory = server.cache.directory
+    cache, journal = server.cache, server.journal
+    now, details, directory = cache.stats(), cache.details(), cache.directory
+    prefixes = cache.prefixes(_PREFIXES)
+    keeping = cache.keeping([usage.id for usage in prefixes])
     faults = sorted((*journal.faults(), *details.faults), key=lambda fault: -fault.time)
     return {
         "time": time.time(),
@@ -251,7 +84,7 @@ def stats(server: Server) -> dict[str, Any]:
         "models": server.models,
         "hot": _tier(now.hot),
         "cold": _tier(now.cold)
-        | {"directory": str(directory) if directory else None, "pinned_bytes": 0},
+        | {"directory": str(directory) if directory else None, "pinned_bytes": cache.pinned_bytes},
         "queue": {"bytes": now.queue_bytes, "blocks": now.queue_blocks},
         "entries": now.entries,
         "hits": now.hits,
@@ -261,8 +94,31 @@ def stats(server: Server) -> dict[str, Any]:
         "counters": asdict(now),
         "history": [asdict(minute) for minute in journal.history()],
         "requests": [asdict(report) for report in journal.requests()],
-        "prefixes": [],
+        "prefixes": [_prefix(usage, keeping[usage.id], server.texts) for usage in prefixes],
         "faults": [asdict(fault) for fault in faults[:_FAULTS]],
+    }
+
+
+def _prefix(usage: PrefixUsage, keeping: Keeping, texts: Texts) -> dict[str, Any]:
+    """A prefix of the store. Prompts of salted namespaces are not for everybody who looks here."""
+    ends = [
+        texts.of(usage.model, f"{usage.id} {part}", tokens)
+        for part, tokens in (("start", usage.start), ("end", usage.end))
+        if tokens and not usage.salted
+    ]
+    known = [text for text in ends if text is not None]
+    # Fewer tokens at the end are all that is left behind those at the start.
+    between = " … " if len(usage.end) == len(usage.start) else ""
+    return {
+        "id": usage.id,
+        "model": usage.model,
+        "tokens": usage.tokens,
+        "bytes": usage.bytes,
+        "uses": usage.uses,
+        "last_use": usage.last_use / 1e9,
+        "pinned": keeping.is_pinned,
+        "expires": keeping.expires / 1e9 if keeping.expires else None,
+        "text": between.join(known) if known and len(known) == len(ends) else None,
     }
 
 
@@ -270,93 +126,13 @@ def _tier(tier: Any) -> dict[str, int]:
     return {"bytes": tier.n_bytes, "cap_bytes": tier.cap_bytes, "blocks": tier.n_blocks}
 
 
-def _explain(call: Call, server: Server) -> Answer:
-    body = _body(call)
-    _check_request(body)
-    return _json(asdict(server.cache.explain(*call.prompts.identify(body))))
-
-
-def _warm(call: Call, server: Server) -> Answer:
-    body = _body(call)
-    if "requests" not in body:
-        return _json({"results": [_warmed(call, server, _to_warm(body))], "failed": 0})
-    _check_fields(body, frozenset(("requests", "pin", "cache_ttl")))
-    requests = body["requests"]
-    if not isinstance(requests, list) or not 0 < len(requests) <= _WARMED:
-        raise Misuse(400, "bad_value", f"requests must be a list of 1 to {_WARMED}", "requests")
-    shared = {name: value for name, value in body.items() if name != "requests"}
-    # All are looked at before the first is computed, which may take hours.
-    wanted = [_to_warm(shared, request, f"requests[{i}].") for i, request in enumerate(requests)]
-    results = [_warmed_or_failed(call, server, each) for each in wanted]
-    return _json({"results": results, "failed": sum("error" in each for each in results)})
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """A prompt that is to be computed, and whether it is to be pinned then."""
-
-    request: dict[str, Any]
-    pin: bool
-
-
-def _to_warm(shared: dict[str, Any], request: object = None, where: str = "") -> _Wanted:
-    """A request with what it has of its own and what it shares with others."""
-    if request is not None and not isinstance(request, dict):
-        raise Misuse(400, "bad_value", "each of requests must be an object", where.rstrip("."))
-    whole = shared | (request or {})
-    pin = whole.pop("pin", False)
-    if not isinstance(pin, bool):
-        raise Misuse(400, "bad_value", "pin must be true or false", f"{where}pin")
-    _check_request(whole, where)
-    return _Wanted(whole, pin)
-
-
-def _warmed_or_failed(call: Call, server: Server, wanted: _Wanted) -> dict[str, Any]:
-    try:
-        return _warmed(call, server, wanted)
-    except Misuse as e:
-        return {"error": _error(e.status, e.code, str(e), e.param)}
-
-
-def _warmed(call: Call, _: Server, wanted: _Wanted) -> dict[str, Any]:
-    report = asdict(call.prompts.compute(wanted.request))
-    del report["status"]
-    return report
-
-
-def _body(call: Call) -> dict[str, Any]:
-    try:
-        body = json.loads(call.body())
-    except RecursionError:
-        raise Misuse(400, "bad_json", _DEEP) from None
-    except ValueError as e:
-        raise Misuse(400, "bad_json", f"the body is no JSON: {e}") from None
-    if not isinstance(body, dict):
-        raise Misuse(400, "bad_json", "the body must be a JSON object")
-    return body
-
-
-def _check_fields(body: Mapping[str, Any], known: frozenset[str], where: str = "") -> None:
-    for name in body:
-        if name not in known:
-            text = f"unknown field {name[:100]!r}; docs/api.md lists what is known"
-            raise Misuse(400, "unknown_field", text, f"{where}{name[:100]}")
-
-
-def _check_request(body: Mapping[str, Any], where: str = "") -> None:
-    _check_fields(body, _REQUEST_FIELDS, where)
-    if ("messages" in body) == ("prompt" in body):
-        raise Misuse(
-            400,
-            "no_prompt",
-            "give messages, as for /v1/chat/completions, or prompt, as for /v1/completions",
-            f"{where}messages",
-        )
-
-
 ROUTES: dict[str, dict[str, Route]] = {
     "/metrics": {"GET": _metrics},
     "/v1/cache/stats": {"GET": _stats},
-    "/v1/cache/warm": {"POST": _warm},
-    "/v1/cache/explain": {"POST": _explain},
+    "/v1/cache/warm": {"POST": steering.warm},
+    "/v1/cache/pin": {"POST": steering.pin},
+    "/v1/cache/unpin": {"POST": steering.unpin},
+    "/v1/cache/prune": {"POST": steering.prune},
+    "/v1/cache/explain": {"POST": steering.explain},
+    "/v1/cache": {"DELETE": steering.delete},
 }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Any
 
-from tieredkv.commands import compact, prune, stats, verify
+from tieredkv.commands import bench, compact, completion, explain, ls, prune, stats, verify
 from tieredkv.commands.console import FAILED, STATUS
-from tieredkv.core import ColdTierUnavailable
+from tieredkv.core import TieredKVError
 
-_COMMANDS = (stats, prune, verify, compact)
+_COMMANDS = (stats, ls, explain, prune, verify, compact, bench, completion)
 
 _EXAMPLES = f"""\
 examples:
@@ -42,7 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     for command in _COMMANDS:
         command.add(commands)
+    p.set_defaults(root=p, commands=commands)
     return p
+
+
+def commands() -> Any:
+    """The parsers of all commands, as `argparse` keeps them: to write of them, not to parse."""
+    return _parser().get_default("commands")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,8 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(args)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
-    except ColdTierUnavailable as e:
+    except BrokenPipeError:
+        # Whoever reads, such as head, has seen enough; what is left would fail at exit, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except TieredKVError as e:
         if options.json:
             print(json.dumps({"error": str(e)}, indent=2))
         print(f"tieredkv: {e}", file=sys.stderr)

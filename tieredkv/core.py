@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NewType, Protocol, TypeVar, runtime_checkable
@@ -19,6 +20,8 @@ CACHE_TYPES = ("assistant", "user", "system")
 COLD_QUANTIZE = ("none", "q8")
 # Which blocks go to the cold tier: all, or those that came back.
 COLD_ADMIT = ("all", "reused")
+# The most of the cold tier's cap that pinned prefixes may take.
+PIN_SHARE = 0.5
 
 # Stands for the tokens of a window; no tokenizer and no hash of an image makes it.
 WINDOW = -(1 << 63)
@@ -63,6 +66,17 @@ class CorruptBlob(TieredKVError):
 
 class ColdTierUnavailable(TieredKVError):
     """The cold directory can't be used; the message says why and what to do."""
+
+
+class PinRefused(TieredKVError):
+    """A prefix can't be pinned or unpinned; the message says why and what to do.
+
+    ``reason`` is "absent", "ambiguous", "share", "id" or "no_cold".
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +133,8 @@ class Block:
     A block without tokens is a *snapshot*: the state, at the end of its parent, of the layers
     that can't be sliced by token. One of the single token `WINDOW` is a *window*: the rows of
     sliding-window layers at its parent's tokens. ``grade`` is how many times over, as a power of
-    two, such a block ages faster than others; see `policy.grade`.
+    two, such a block ages faster than others; see `policy.grade`. From ``expires`` on, Unix time
+    in ns, it isn't to be found any more, unless a block below it is; 0 stands for never.
     """
 
     root: BlockKey
@@ -129,6 +144,7 @@ class Block:
     specs: tuple[TensorSpec, ...]
     tensors: tuple[Any, ...]
     grade: int = 0
+    expires: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -239,7 +255,9 @@ class Config:
     ``queue_bytes`` bounds the blocks that wait for their commit; they are held in the hot tier
     and counted there. None means three quarters of ``hot_bytes``. ``reserve_bytes`` of the disk
     stay free. ``cold_quantize`` is one of `COLD_QUANTIZE`, ``cold_admit`` one of
-    `COLD_ADMIT`.
+    `COLD_ADMIT`. ``ttl`` is how many seconds after its last use a prompt expires that says
+    nothing of it; None is never. ``pin_share`` is the most of ``cold_bytes`` that pinned prefixes
+    may take.
     """
 
     cold_dir: Path | None = None
@@ -252,6 +270,8 @@ class Config:
     reserve_bytes: int = 0
     cold_quantize: str = "none"
     cold_admit: str = "all"
+    ttl: float | None = None
+    pin_share: float = PIN_SHARE
 
     def __post_init__(self) -> None:
         numbers = (self.hot_bytes, self.cold_bytes, self.block_tokens, self.reserve_bytes)
@@ -270,6 +290,10 @@ class Config:
             raise ValueError("block_tokens must be between 1 and 4096")
         if any(n is not None and n < 0 for n in optional):
             raise ValueError("max_entries and queue_bytes must be 0 or more")
+        if self.ttl is not None and not 0 < self.ttl < math.inf:
+            raise ValueError("ttl must be a number of seconds, more than 0")
+        if not 0 <= self.pin_share <= 1:
+            raise ValueError("pin_share must be between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +367,7 @@ class StoreStats:
 
     ``disk_bytes`` over ``bytes_written`` is the write amplification, see `ColdCounters`.
     ``unadmitted`` are new blocks that were kept from the disk, see ``Config.cold_admit``.
+    ``expired`` are blocks that were deleted from either tier since their time had passed.
     ``unshared_tokens`` could have been restored here, but not by another rank.
     """
 
@@ -369,6 +394,7 @@ class StoreStats:
     disk_bytes: int = 0
     unadmitted: int = 0
     unshared_tokens: int = 0
+    expired: int = 0
     faults: dict[str, int] = field(default_factory=dict)
 
 
@@ -392,13 +418,45 @@ class StoreDetails:
     faults: tuple[Fault, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where the state of a prompt may be: ``chain``, and how many windows a match needs that ends
+    at one of its blocks without a snapshot there; None if it may end at any token.
+    """
+
+    chain: Chain
+    n_windows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A prefix that was pinned or unpinned. ``id`` is what people call it by, see `keys.prefix_id`;
+    ``n_bytes`` are those on disk of all its blocks, others' prefixes among them.
+    """
+
+    id: str
+    n_tokens: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """How long a prefix stays: until it is unpinned, or until it ``expires``, in Unix ns; 0 for
+    never.
+    """
+
+    is_pinned: bool = False
+    expires: int = 0
+
+
 @runtime_checkable
 class Tier(Protocol):
     """Where blocks live. One contract, one test suite, for every implementation.
 
     Invariant: a tier never holds a block without all of its ancestors, so presence along a
     chain is monotone. Any thread may call; no method raises for a block that is absent,
-    damaged or too large. Such a block is simply not there.
+    damaged or too large. Such a block is simply not there. Nor is one, for those methods that
+    look for blocks, that has *expired*: its time is past, and that of all below it.
     """
 
     @property
@@ -425,22 +483,31 @@ class Tier(Protocol):
         """Which of ``keys`` are here."""
 
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
-        """The leading blocks of ``keys`` that could be read and verified, in order."""
+        """The leading blocks of ``keys`` that could be read and verified, in order, also those
+        that have expired and are still here.
+        """
 
     def put(self, blocks: Sequence[Block]) -> int:
         """Store blocks, parents first, evicting others to stay under the cap.
 
         Returns how many leading blocks are held afterwards; stops at the first that can't be
         (parent absent, larger than the cap). Known blocks cost nothing; one that a chain ends at
-        is used now, but by no other request than the one that was matched. A block covered by a
-        longer sibling counts as held, unless its child comes right behind it; a shorter sibling
-        that a new block covers is dropped, unless it has a child.
+        is used now, but by no other request than the one that was matched, and expires no sooner
+        than the one that is put. A block covered by a longer sibling counts as held, unless its
+        child comes right behind it; a shorter sibling that a new block covers is dropped, unless
+        it has a child, and leaves its pin and the later expiry to that block.
         """
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], expires: int = 0) -> None:
         """Record a request whose match ended at each of these: of a chain only its deepest whole
-        block, the tail behind it, and state. Before what the request adds is put. Ignores
-        unknown keys.
+        block, the tail behind it, and state. Before what the request adds is put. They expire no
+        sooner than ``expires``, Unix time in ns; 0 is never. Ignores unknown keys.
+        """
+
+    def expire(self, now: int) -> int:
+        """Delete the leaves that have expired at ``now``, Unix time in ns, and what became a leaf
+        by that and has expired too; how many. A block whose child leaves, for whatever reason,
+        takes over the child's expiry if that is later.
         """
 
     def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
@@ -479,6 +546,7 @@ class ColdCounters:
 
     commits: int = 0
     evictions: int = 0
+    expired: int = 0
     bytes_written: int = 0
     disk_bytes: int = 0
     raw_bytes: int = 0
@@ -518,6 +586,52 @@ class LowerTier(Tier, Protocol):
     def counters(self) -> ColdCounters:
         """A reading of the counters."""
 
+    def prune(self, criteria: Any) -> Iterator[Any]:
+        """Delete the blocks that a `pruning.Criteria` means, leaves first; yields a
+        `pruning.Victim` for each, once it is gone for good.
+
+        Raises:
+            ColdTierUnavailable: the store can't be read or written.
+        """
+
+    def meant(self, criteria: Any) -> frozenset[BlockKey]:
+        """Roots of the namespaces here that a `pruning.Criteria` means."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the pieces of all blocks that pins protect: pinned ones and their ancestors."""
+
+    def pin(self, places: Sequence[Place]) -> Pinned:
+        """Protect the longest prefix of any of ``places`` that is here, with the state that a match
+        needs at its end, from eviction, expiry and pruning until it is unpinned, in all processes
+        and for good. The longer block that replaces its tail some day is pinned in its place.
+
+        Raises:
+            PinRefused: none is here, or pins would take more than their share.
+        """
+
+    def unpin(self, places: Sequence[Place]) -> Pinned:
+        """Let go of the longest pinned prefix of any of ``places``.
+
+        Raises:
+            PinRefused: none is pinned.
+        """
+
+    def pin_id(self, prefix_id: str) -> Pinned:
+        """`pin` of the prefix whose last block's key begins with these 6 hex digits or more, with
+        the state that is there.
+
+        Raises:
+            PinRefused: as `pin`, or there is more than one.
+        """
+
+    def unpin_id(self, prefix_id: str) -> Pinned:
+        """`unpin` of the pinned prefix whose last block's key begins with these digits.
+
+        Raises:
+            PinRefused: there is none, or more than one.
+        """
+
 
 class Codec(Protocol):
     """Block to bytes and back, bit for bit unless it says otherwise. Stateless as seen from
@@ -552,6 +666,15 @@ class Codec(Protocol):
         Raises:
             CorruptBlob: as `decode`.
         """
+
+
+def later(a: int, b: int) -> int:
+    """The later of two expiries: 0 is never."""
+    return max(a, b) if a and b else 0
+
+
+# Where `default_cold_dir` is, for people: the same text on every machine.
+DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
 
 
 def default_cold_dir() -> Path:

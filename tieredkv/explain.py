@@ -86,6 +86,7 @@ class Explanation:
     id: str | None = None
     divergence: Divergence | None = None
     differences: tuple[Difference, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +364,8 @@ def explain(
     n_prompt = len(tokens)
     known = _within(tokens, found, evidence) if found else None
     nearest = next((s for s in stored if not s.is_wanted), None)
-    if known and (known.n_stored or any(s.is_wanted for s in stored)):
+    is_here = any(s.is_wanted for s in stored)
+    if known and (is_here or known.n_stored or known.reason == EVICTED):
         if nearest is None or not _has_more(nearest, known.n_stored, found):
             return known
         return _elsewhere(known, nearest)
@@ -423,7 +425,7 @@ def _within(tokens: Tokens, found: Found, evidence: Evidence) -> Explanation:
     n, n_prompt = found.n_tokens, len(tokens)
     if n_prompt < 2:
         return _short(n_prompt)
-    prefix = keys.short_id(found.key) if found.key else None
+    prefix = keys.prefix_id(found.key) if found.key else None
     made = Explanation(HIT, "", n, n_prompt, found.n_stored, id=prefix)
     lead = _lead(n, n_prompt)
     if n == n_prompt - 1:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from mlx_lm import server as upstream
 
-from tieredkv.core import COLD_ADMIT, COLD_QUANTIZE, default_cold_dir
+from tieredkv.core import COLD_ADMIT, COLD_QUANTIZE, DEFAULT_COLD_DIR, default_cold_dir
 from tieredkv.patch import in_upstream
 from tieredkv.units import size
 
@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
         default=str(default_cold_dir()),
         metavar="DIR",
         help="Directory of cached prompts on disk, on a local disk, shared by all servers that "
-        "are given it; 'none' keeps them in memory only (default: %(default)s). Prompts are "
-        "readable by whoever can read it.",
+        "are given it; 'none' keeps them in memory only "
+        f"(default: {DEFAULT_COLD_DIR}). Prompts are readable by whoever can read it.",
     )
     group.add_argument(
         "--prefill-checkpoint",

@@ -364,7 +364,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
     @property
     def cache_api(self) -> str:
-        """Who may use the API, see `api.Server`."""
+        """Who may use the API, see `calls.Server`."""
         return str(self.cli_args.cache_api)
 
     @property

@@ -13,6 +13,8 @@ from typing import Any
 from mlx_lm import server as upstream
 
 from tieredkv import api
+from tieredkv.calls import Answer, Call, Misuse, refusal
+from tieredkv.core import ColdTierUnavailable
 from tieredkv.journal import Course, RequestReport
 from tieredkv.keys import tenant
 from tieredkv.prefill import Cancelled
@@ -123,7 +125,7 @@ def _status(failure: Exception) -> int:
         return _CLIENT_GONE  # as others log it: nobody reads it
     if isinstance(failure, ModelUnavailable):
         return 404
-    if isinstance(failure, GenerationEnded | Cancelled):
+    if isinstance(failure, GenerationEnded | Cancelled | ColdTierUnavailable):
         return 503
     return 400 if isinstance(failure, _MISUSE) else 500
 
@@ -140,7 +142,7 @@ def _as_misuse() -> Iterator[None]:
         if status >= 500:
             raise
         code = "model_not_found" if status == 404 else "bad_request"
-        raise api.Misuse(status, code, (str(e) or type(e).__name__)[:1000]) from e
+        raise Misuse(status, code, (str(e) or type(e).__name__)[:1000]) from e
 
 
 class TieredAPIHandler(upstream.APIHandler):
@@ -168,6 +170,11 @@ class TieredAPIHandler(upstream.APIHandler):
     def send_response(self, code: int, message: str | None = None) -> None:
         self._status_sent = code
         super().send_response(code, message)
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        """Upstream's, without what pages and scrapers ask every few seconds."""
+        if code != 200 or self.command != "GET" or not api.owns(self.path):
+            super().log_request(code, size)
 
     def end_headers(self) -> None:
         fetch = self.response_generator.course.fetch
@@ -228,7 +235,7 @@ class TieredAPIHandler(upstream.APIHandler):
     # ---- the cache's own API
 
     def _answer_call(self) -> None:
-        call = api.Call(
+        call = Call(
             self.command, self.path, self.headers, self.client_address[0], self._read_body, self
         )
         try:
@@ -239,10 +246,11 @@ class TieredAPIHandler(upstream.APIHandler):
         except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
             status = _status(e)
             _LOG.warning("tieredkv: a call failed: %.300r", e, exc_info=status == 500)
-            answer = api.refusal(status, "failed", (str(e) or type(e).__name__)[:1000])
+            self.response_generator.journal.note_fault("call", str(e) or type(e).__name__)
+            answer = refusal(status, "failed", (str(e) or type(e).__name__)[:1000])
         self._send(answer)
 
-    def _send(self, answer: api.Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -254,17 +262,17 @@ class TieredAPIHandler(upstream.APIHandler):
     def _read_body(self) -> bytes:
         text = self.headers.get("Content-Length")
         if text is None:
-            raise api.Misuse(411, "length_required", "send a Content-Length header")
+            raise Misuse(411, "length_required", "send a Content-Length header")
         if not text.isdecimal():
-            raise api.Misuse(400, "bad_length", "the Content-Length header must be a number")
+            raise Misuse(400, "bad_length", "the Content-Length header must be a number")
         if len(text) > 18 or int(text) > _BODY_BYTES:
-            raise api.Misuse(413, "too_large", f"a body may have at most {_BODY_BYTES} bytes")
+            raise Misuse(413, "too_large", f"a body may have at most {_BODY_BYTES} bytes")
         return bytes(self.rfile.read(int(text)))
 
-    # ---- prompts in the API's bodies, see `api.Prompts`
+    # ---- prompts in the API's bodies, see `calls.Prompts`
 
     def identify(self, body: dict[str, Any]) -> tuple[Hashable, Sequence[int]]:
-        """See `api.Prompts`."""
+        """See `calls.Prompts`."""
         with _as_misuse():
             found: tuple[Hashable, Sequence[int]] = self.response_generator.identify(
                 *self._completion_of(body)
@@ -272,7 +280,7 @@ class TieredAPIHandler(upstream.APIHandler):
             return found
 
     def compute(self, body: dict[str, Any]) -> RequestReport:
-        """See `api.Prompts`."""
+        """See `calls.Prompts`."""
         client = self.response_generator
         client.course, self.request_id = Course(), "-"
         status = 500
@@ -282,7 +290,7 @@ class TieredAPIHandler(upstream.APIHandler):
                 for _ in responses:
                     pass
             status = 200
-        except api.Misuse as e:
+        except Misuse as e:
             status = e.status
             raise
         except ConnectionError:

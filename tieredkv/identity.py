@@ -54,15 +54,29 @@ def fingerprint(name: str) -> str:
     return f"hub:{name}@{revision}" if revision else f"name:{name}"
 
 
-def _hub_revision(name: str) -> str | None:
-    """Commit of a hub repository in the local cache: the name of its snapshot's folder."""
+def local_folder(name: str) -> Path | None:
+    """Where the files of a model are: the folder itself, or that of a hub repository in the local
+    cache; None if they are nowhere.
+    """
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else _snapshot(name)
+
+
+def _snapshot(name: str) -> Path | None:
+    """Folder of a hub repository in the local cache, by the name of its commit."""
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         return None
     try:
         found = try_to_load_from_cache(name, "config.json")
     except ValueError:  # not a name that a repository can have
         return None
-    return Path(found).parent.name if isinstance(found, str) else None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _hub_revision(name: str) -> str | None:
+    """Commit of a hub repository in the local cache."""
+    folder = _snapshot(name)
+    return folder.name if folder else None
 
 
 def _files(folder: Path) -> list[Path]:

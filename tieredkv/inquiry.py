@@ -29,6 +29,11 @@ from tieredkv.tiers.ledger import Rows
 
 _T = TypeVar("_T")
 
+_SEVERAL = (
+    "{} sets of prompts are stored for this model that only differ in what shows when it is loaded "
+    "(weights in memory, dtype); this is the one that has most of the prompt"
+)
+
 
 class Memory(matching.Index, Protocol):
     """A memory tier, as far as it is asked."""
@@ -82,7 +87,11 @@ class Inquiry:
             why = f"{self.directory} can't be read; tieredkv verify tells what is wrong with it"
             return explain.missed(UNREADABLE, why, len(tokens))
         evidence = self._evidence(tokens, found) if found else Evidence()
-        return explain.explain(tokens, found, stored, evidence)
+        explained = explain.explain(tokens, found, stored, evidence)
+        n_fitting = sum(there.is_wanted for there in stored)
+        if forms is not None or n_fitting < 2:
+            return explained
+        return replace(explained, note=_SEVERAL.format(n_fitting))
 
     def _each(self, forms: Iterable[Form]) -> list[Form]:
         """Where to look: with a host that quantizes on its way, for both forms of its state."""

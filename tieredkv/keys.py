@@ -16,7 +16,10 @@ import numpy as np
 from tieredkv.core import FORMAT_VERSION, WINDOW, BlockKey, Chain, Namespace, Tokens
 
 KEY_BYTES = 32
-_ID_DIGITS = 16
+
+# Hex digits of a key that people are shown, and the least that they may give.
+PREFIX_ID_DIGITS = 16
+LEAST_ID_DIGITS = 6
 
 # The tokens of a window.
 WINDOW_TOKENS = WINDOW.to_bytes(8, "little", signed=True)
@@ -198,9 +201,9 @@ def window_key(parent: BlockKey) -> BlockKey:
     return block_key(parent, WINDOW_TOKENS)
 
 
-def short_id(key: BlockKey) -> str:
-    """What people call a prefix: the first hex digits of its last block's key."""
-    return key.hex()[:_ID_DIGITS]
+def prefix_id(key: BlockKey) -> str:
+    """What people call the prefix that ends in a block."""
+    return key.hex()[:PREFIX_ID_DIGITS]
 
 
 def common_prefix(a: bytes, b: bytes) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -29,12 +30,16 @@ from tieredkv import keys, layout, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
+    PIN_SHARE,
     Block,
     BlockKey,
     Chain,
     Config,
     FetchReport,
+    Keeping,
     Namespace,
+    Pinned,
+    Place,
     Problem,
     Quantization,
     Refused,
@@ -52,6 +57,8 @@ from tieredkv.ranks import Alone, Attempt, Ranks, agreed, unanimous
 from tieredkv.restored import Copiers
 from tieredkv.search import Form, Search
 from tieredkv.store import TieredStore
+from tieredkv.tiers import pins, pruning
+from tieredkv.tiers.pruning import Criteria, Pruned
 from tieredkv.tiers.tree import PrefixUsage, Ranking
 
 _LOG = logging.getLogger("tieredkv")
@@ -62,12 +69,19 @@ _FETCHED = 32
 # A prompt's state in the restored caches, and in the batch that they are merged into.
 _COPIES = 2
 
+# How long who pins or prunes waits for what is to be written before.
+_DRAIN_SECONDS = 60.0
 
-def _host() -> str:
+# In Unix ns: what a row has room for.
+_LAST_EXPIRY = (1 << 63) - 1
+
+
+def host_of(quantization: Quantization | None) -> str:
     """What computes the state: other kernels may round otherwise, so they never share it."""
     device = str(mx.default_device().type).rpartition(".")[2]
     kind = mx.device_info().get("architecture", "")
-    return f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    host = f"mlx-lm {version('mlx-lm')}, mlx {version('mlx')}, {device} {kind}"
+    return f"{host}, {quantization}" if quantization else host
 
 
 def _recommended_bytes() -> int | None:
@@ -78,14 +92,21 @@ def _recommended_bytes() -> int | None:
 
 
 class SaltedPrompt(list[int]):
-    """A prompt of one tenant among others: token ids, and what its state is kept apart by.
+    """A prompt of one tenant among others: token ids, what its state is kept apart by, and how many
+    seconds after its last use it expires; None for the cache's own ``ttl``.
 
-    Slices are salted too, so that what a host cuts out and appends to stays that tenant's.
+    Slices have both too, so that what a host cuts out and appends to stays that tenant's.
     """
 
-    def __init__(self, tokens: Iterable[int] = (), salt: bytes = b"") -> None:
+    def __init__(
+        self, tokens: Iterable[int] = (), salt: bytes = b"", ttl: float | None = None
+    ) -> None:
+        """Raises ValueError if ``ttl`` is no number of seconds above 0."""
+        if ttl is not None and not 0 < ttl < math.inf:
+            raise ValueError("ttl must be a number of seconds, more than 0")
         super().__init__(tokens)
         self.salt = salt
+        self.ttl = ttl
 
     @overload
     def __getitem__(self, i: SupportsIndex) -> int: ...
@@ -95,7 +116,7 @@ class SaltedPrompt(list[int]):
 
     def __getitem__(self, i: SupportsIndex | slice) -> int | SaltedPrompt:
         found = super().__getitem__(i)
-        return SaltedPrompt(found, self.salt) if isinstance(found, list) else found
+        return SaltedPrompt(found, self.salt, self.ttl) if isinstance(found, list) else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,6 +158,8 @@ class TieredPromptCache:
         reserve_bytes: int = 0,
         cold_quantize: str = "none",
         cold_admit: str = "all",
+        ttl: float | None = None,
+        pin_share: float = PIN_SHARE,
         ranks: Ranks | None = None,
     ) -> None:
         """Open the tiers.
@@ -166,6 +189,10 @@ class TieredPromptCache:
                 and not equal. Caches share blocks only if they agree on it.
             cold_admit: "all", or "reused" to write only what comes back: fewer writes, but a prompt
                 that nothing has used yet is lost with the process.
+            ttl: seconds after its last use that a prompt is found, if a `SaltedPrompt` doesn't say
+                otherwise; None for as long as there is room. Shared prefixes live as long as any
+                prompt that has them.
+            pin_share: the most of cold_bytes that pinned prompts may take.
             ranks: the processes that serve each model together with this one, each with a cache
                 of its own that is called alike; None for one that serves alone. A hit is then as
                 long as the shortest among them.
@@ -185,9 +212,11 @@ class TieredPromptCache:
                 reserve_bytes,
                 cold_quantize,
                 cold_admit,
+                ttl,
+                pin_share,
             )
         )
-        self._host = f"{_host()}, {quantization}" if quantization else _host()
+        self._host = host_of(quantization)
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
         self._ranks: Ranks = Alone() if ranks is None else ranks
@@ -219,7 +248,8 @@ class TieredPromptCache:
         with self._lock, self._contained("fetch"):
             ids = keys.as_tokens(tokens)
             self._last_fetch = FetchReport(len(ids))
-            caches, n = self._fetch(model, ids, _tenant(tokens))
+            self._store.expire()
+            caches, n = self._fetch(model, ids, _tenant(tokens), self._expiry(tokens))
             return caches, ids[n:].tolist()
         self._miss("fault")
         return None, list(tokens) if isinstance(tokens, list | tuple) else []
@@ -240,6 +270,7 @@ class TieredPromptCache:
         if not self._store.config.hot_bytes or not self._close.alive:
             return
         with self._lock, self._contained("insert"):
+            self._store.expire()
             self._insert(model, tokens, prompt_cache, cache_type)
             return
         self._store.lose("fault")
@@ -394,8 +425,69 @@ class TieredPromptCache:
         """
         done = self._store.flush(timeout)
         with self._lock:
-            self._store.hot.reap()
+            self._store.expire()
         return done
+
+    def pin(self, model: Hashable, tokens: Sequence[int]) -> Pinned:
+        """Protect the longest stored prefix of ``tokens`` from eviction, expiry and pruning, in all
+        processes and for good, once what waits to be written is. In memory it may still give way.
+
+        Any thread; waits for the disk.
+
+        Raises:
+            PinRefused: nothing of it is stored on disk, pins would take more than their share, or
+                there is no cold tier.
+            ColdTierUnavailable: the cold tier can't be written.
+        """
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.pin(self._places(model, tokens))
+
+    def unpin(self, model: Hashable, tokens: Sequence[int]) -> Pinned:
+        """Protect the longest pinned prefix of ``tokens`` no longer. Any thread.
+
+        Raises:
+            PinRefused: nothing of it is pinned, or there is no cold tier.
+            ColdTierUnavailable: the cold tier can't be written.
+        """
+        return self._store.unpin(self._places(model, tokens))
+
+    def pin_id(self, prefix_id: str) -> Pinned:
+        """`pin` by the id of the prefix: the first 6 hex digits or more of its last block's key."""
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.cold.pin_id(prefix_id)
+
+    def unpin_id(self, prefix_id: str) -> Pinned:
+        """`unpin` by the id of the prefix."""
+        return self._store.cold.unpin_id(prefix_id)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes on disk that pinned prefixes take. Reads the index record of each of their blocks;
+        nothing else waits meanwhile.
+        """
+        return self._store.cold.pinned_bytes
+
+    def keeping(self, ids: Sequence[str]) -> dict[str, Keeping]:
+        """How long the prefixes with these ids stay on disk. Any thread."""
+        found = self._store.cold.consult(lambda rows: pins.keeping(rows, ids))
+        return dict.fromkeys(ids, Keeping()) | (found or {})
+
+    def would_prune(self, criteria: Criteria) -> Pruned:
+        """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
+        plan = self._store.cold.consult(lambda rows: pruning.plan(rows, criteria))
+        victims = list(plan.until(criteria.to_bytes)) if plan else []
+        return Pruned(len(victims), sum(victim.blob_bytes for victim in victims))
+
+    def prune(self, criteria: Criteria) -> Pruned:
+        """Delete from both tiers what ``criteria`` mean, once what waits to be written is: see
+        `TieredStore.prune`. Any thread; prompts are served meanwhile, and those that come may be
+        stored.
+
+        Raises:
+            ColdTierUnavailable: the cold tier can't be read or written.
+        """
+        self._store.drain(_DRAIN_SECONDS)
+        return self._store.prune(criteria, self._lock)
 
     def close(self) -> None:
         """Write what is queued, for at most ten seconds, and release everything. Idempotent."""
@@ -410,7 +502,7 @@ class TieredPromptCache:
     # ---- the two paths
 
     def _fetch(
-        self, model: Hashable, tokens: Tokens, tenant: bytes
+        self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
         if len(tokens) < 2:
@@ -418,7 +510,7 @@ class TieredPromptCache:
             self._miss("absent")
             return None, 0
         before = self._store.promote_seconds
-        own = Attempt(partial(self._search, model, tokens, tenant))
+        own = Attempt(partial(self._search, model, tokens, tenant, expires))
         found = agreed(self._ranks, len(tokens) - 1, own)
         promote_seconds = self._store.promote_seconds - before
         n = found.hit.n_tokens if found else 0
@@ -439,7 +531,9 @@ class TieredPromptCache:
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return found.caches, n
 
-    def _search(self, model: Hashable, tokens: Tokens, tenant: bytes) -> Search | None:
+    def _search(
+        self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
+    ) -> Search | None:
         """The search for a prompt, None if none of its model can be known. Makes room for its
         state.
         """
@@ -452,7 +546,7 @@ class TieredPromptCache:
         chain = self._chain(namespace, tokens[:-1])
         self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
         forms = self._forms(namespace, shape, len(tokens))
-        return Search(self._store, self._chains, self._copiers, tokens, forms)
+        return Search(self._store, self._chains, self._copiers, tokens, forms, expires)
 
     def _forms(self, namespace: Namespace, plain: Layout, n_tokens: int) -> list[Form]:
         """The forms that state of a prompt may have: if it is quantized on its way, that in which
@@ -501,10 +595,11 @@ class TieredPromptCache:
         if not quantized:
             self._layouts[_unsalted(base)] = shape
         self._store.register(namespace)
-        blocks = self._captured(chain, lacking, shape, caches)
-        self._store.put(chain, blocks, kind)
+        expires = self._expiry(tokens)
+        blocks = self._captured(chain, lacking, shape, caches, expires)
+        self._store.put(chain, blocks, kind, expires)
         if shape.window:
-            self._put_windows(chain, shape, caches, kind)
+            self._put_windows(chain, shape, caches, kind, expires)
         self._store.counters.add("inserts")
 
     def _quantized(self, shape: Layout) -> bool:
@@ -541,7 +636,7 @@ class TieredPromptCache:
         return not (shape.window and chain.ends_at_block) or layout.is_rotated(caches)
 
     def _captured(
-        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any]
+        self, chain: Chain, lacking: range, shape: Layout, caches: list[Any], expires: int
     ) -> list[Block]:
         """New blocks of the chain, and its snapshot if it needs one, as far as there is room."""
         plan = SnapshotPlan(caches)
@@ -560,11 +655,14 @@ class TieredPromptCache:
                 spec,
                 t,
                 0 if chain.tokens_of(i) else _grade(chain, shape, spec),
+                expires,
             )
             for i, spec, t in zip(wanted, specs, tensors, strict=False)
         ]
 
-    def _put_windows(self, chain: Chain, shape: Layout, caches: list[Any], kind: str) -> None:
+    def _put_windows(
+        self, chain: Chain, shape: Layout, caches: list[Any], kind: str, expires: int
+    ) -> None:
         """Store windows at the blocks of ``chain`` of which the rings still have the rows."""
         size = chain.block_tokens
         specs = shape.window_specs(size)
@@ -589,10 +687,11 @@ class TieredPromptCache:
                 specs,
                 t,
                 grades[i // every],
+                expires,
             )
             for i, t in zip(wanted, tensors, strict=True)
         ]
-        self._store.put_windows(chain, windows, kind)
+        self._store.put_windows(chain, windows, kind, n_windows=every, expires=expires)
 
     # ---- names
 
@@ -655,6 +754,35 @@ class TieredPromptCache:
     def _stored_layouts(self, base: Namespace) -> list[Layout]:
         """Those that the cold tier has for a model."""
         return [*map(Layout.from_json, self._store.cold.layouts(keys.base_key(base)))]
+
+    def _places(self, model: Hashable, tokens: Sequence[int]) -> list[Place]:
+        """Where the state of a prompt may be stored."""
+        with self._lock:
+            ids = keys.as_tokens(tokens)
+            try:
+                base = self._base(model, _tenant(tokens))
+            except IdentityChanged:
+                return []
+            known = self._layouts.get(_unsalted(base))
+            stored = [known.to_json()] if known else self._store.cold.layouts(keys.base_key(base))
+            shapes = [Layout.from_json(text) for text in stored]
+            if self._quantization is not None:
+                how = self._quantization
+                shapes += [s.quantized(how.group_size, how.bits) for s in shapes if known]
+            return [
+                Place(
+                    self._chain(replace(base, layout=shape.to_json()), ids),
+                    None if shape.is_sliced else shape.n_windows(base.block_tokens),
+                )
+                for shape in shapes
+            ]
+
+    def _expiry(self, tokens: Sequence[int]) -> int:
+        """When a prompt that is used now expires, in Unix ns; 0 for never."""
+        ttl = tokens.ttl if isinstance(tokens, SaltedPrompt) else None
+        if ttl is None:
+            ttl = self._store.config.ttl
+        return 0 if ttl is None else min(time.time_ns() + int(ttl * 1e9), _LAST_EXPIRY)
 
     def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
         root = keys.namespace_key(namespace)

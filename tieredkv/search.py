@@ -44,15 +44,17 @@ class Search:
         copiers: Copiers,
         tokens: Tokens,
         forms: Sequence[Form],
+        expires: int,
     ) -> None:
         """Search for ``tokens``, all but the last, in each of these forms; in the first of them
-        that has anything.
+        that has anything. What is loaded lives until ``expires`` then, see `core.Tier.touch`.
         """
         self._store = store
         self._chains = chains
         self._copiers = copiers
         self._tokens = tokens
         self._forms = forms
+        self._expires = expires
         self._found: tuple[Form, Chain, Match] | None = None
 
     def find(self, most: int) -> int:
@@ -77,7 +79,7 @@ class Search:
         if self._found is None:
             return None, 0
         form, chain, match = self._found
-        hit = self._store.load(chain, match)
+        hit = self._store.load(chain, match, self._expires)
         if hit is None:
             return None, 0
         n = hit.n_tokens

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from tieredkv import matching
 from tieredkv.admission import Admission, AdmitAll, AdmitReused
@@ -27,19 +29,22 @@ from tieredkv.core import (
     LowerTier,
     Match,
     Namespace,
+    Pinned,
+    Place,
     Problem,
     StoreDetails,
     StoreStats,
     TensorSpec,
     TierStats,
 )
-from tieredkv.keys import WINDOW_TOKENS, common_prefix, window_key
+from tieredkv.keys import WINDOW_TOKENS, common_prefix, namespace_key, window_key
 from tieredkv.metrics import Counters, Faults, Histogram
 from tieredkv.pace import Pace
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.hot import HotTier, held_bytes
 from tieredkv.tiers.null import NullTier
+from tieredkv.tiers.pruning import Criteria, Pruned
 from tieredkv.tiers.writer import Writer
 
 _LOG = logging.getLogger("tieredkv")
@@ -59,6 +64,7 @@ def _open_cold(config: Config, counters: Counters, faults: Faults) -> LowerTier:
             codec,
             config.reserve_bytes,
             config.block_tokens,
+            config.pin_share,
         )
     except ColdTierUnavailable as e:
         counters.add("faults", label="cold_dir")
@@ -83,6 +89,7 @@ class TieredStore:
         self.writer = Writer(self.cold, limit, self._written)
         self.pace = Pace()
         self._admission: Admission = AdmitReused() if config.cold_admit == "reused" else AdmitAll()
+        self._namespaces: dict[BlockKey, Namespace] = {}
         self._lost_before = 0
 
     # ---- a hit
@@ -95,8 +102,9 @@ class TieredStore:
         """See `matching.match_state`."""
         return matching.match_state(self.hot, self.cold, chain, n_windows)
 
-    def load(self, chain: Chain, match: Match) -> Hit | None:
-        """Read the blocks of a match, promoting the cold ones; None if none could be had.
+    def load(self, chain: Chain, match: Match, expires: int = 0) -> Hit | None:
+        """Read the blocks of a match, promoting the cold ones; None if none could be had. What
+        the hit ends at expires no sooner than ``expires``, in Unix ns; 0 is never.
 
         What was evicted or found damaged since the match makes the hit shorter. The tokens of
         every block are compared with the prompt's: nothing else can be returned.
@@ -105,7 +113,7 @@ class TieredStore:
         found = _verified(chain, warm, len(warm))
         if found is not None:
             # Before what is promoted is put below.
-            self.hot.touch(_ends(found, chain.block_tokens))
+            self.hot.touch(_ends(found, chain.block_tokens), expires)
         self.hot.saw(match.keys, len(warm))
         cool = (
             self._promote(match.keys, match.keys[match.n_hot :]) if len(warm) == match.n_hot else []
@@ -113,16 +121,21 @@ class TieredStore:
         hit = _verified(chain, [*warm, *cool], len(warm)) if cool else found
         if hit is None:
             return None
-        hit = replace(hit, windows=self._windows(match.windows, hit.blocks))
-        for key in (*_ends(hit, chain.block_tokens), *(w.key for w in hit.windows)):
-            self.writer.touch(key)
+        hit = replace(hit, windows=self._windows(match.windows, hit.blocks, expires))
+        used = (*_ends(hit, chain.block_tokens), *(w.key for w in hit.windows))
+        # What was promoted may have been about to expire.
+        self.hot.extend(used, expires)
+        for key in used:
+            self.writer.touch(key, expires)
         self._submit_used(hit)
         return hit
 
-    def _windows(self, wanted: Sequence[BlockKey], blocks: Sequence[Block]) -> tuple[Block, ...]:
+    def _windows(
+        self, wanted: Sequence[BlockKey], blocks: Sequence[Block], expires: int
+    ) -> tuple[Block, ...]:
         """The windows of the last of ``blocks``, promoted where need be; none unless all."""
         warm = {key: b for key in wanted for b in self.hot.load([key])}
-        self.hot.touch(list(warm))
+        self.hot.touch(list(warm), expires)
         cool = [key for key in wanted if key not in warm]
         path = (*wanted, *(b.key for b in blocks))
         found = warm | {b.key: b for b in self._promote(path, cool)} if cool else warm
@@ -147,7 +160,8 @@ class TieredStore:
             self.hot.unreserve(wanted)
         seconds = time.monotonic() - start
         self.pace.promoted(sum(b.n_bytes for b in blocks), seconds)
-        self._promotes.observe(seconds)
+        if wanted:
+            self._promotes.observe(seconds)
         resident = self.hot.load([b.key for b in blocks[:n]])
         self.hot.mark_stored(b.key for b in resident)
         self.counters.add("promotes", len(blocks))
@@ -195,15 +209,27 @@ class TieredStore:
         self._lose("hot_full", len(indices) - n)
         return indices[len(indices) - n :]
 
-    def put_windows(self, chain: Chain, windows: Sequence[Block], kind: str = "assistant") -> None:
+    def put_windows(
+        self,
+        chain: Chain,
+        windows: Sequence[Block],
+        kind: str = "assistant",
+        *,
+        n_windows: int = 0,
+        expires: int = 0,
+    ) -> None:
         """Store captured windows at blocks of ``chain``, and queue what the cold tier lacks of all
-        that it has.
+        that it has. The last ``n_windows`` expire no sooner than ``expires``.
         """
         self._lose("hot_full", len(windows) - self.hot.put(windows, kind))
+        parents = chain.keys[: chain.n_full]
+        extended = self.hot.extend(
+            map(window_key, parents[max(0, len(parents) - n_windows) :]), expires
+        )
         if not self.cold.cap_bytes:
             return
-        parents = chain.keys[: chain.n_full]
-        self._queue_windows([*map(window_key, parents)], parents)
+        queued = self._queue_windows([*map(window_key, parents)], parents)
+        self._tell_expiry([b for b in extended if b.key not in queued])
 
     def _covers(self, chain: Chain, i: int) -> bool:
         if i < len(chain.keys) - 1 or not chain.tokens_of(i):
@@ -212,8 +238,12 @@ class TieredStore:
         nearest = self.hot.nearest(chain.parent(i), tail)
         return nearest is not None and nearest.n_tokens * 8 == len(tail)
 
-    def put(self, chain: Chain, blocks: Sequence[Block], kind: str = "assistant") -> None:
-        """Store captured blocks of ``chain``, and queue what the cold tier lacks of it."""
+    def put(
+        self, chain: Chain, blocks: Sequence[Block], kind: str = "assistant", expires: int = 0
+    ) -> None:
+        """Store captured blocks of ``chain``, and queue what the cold tier lacks of it. The last
+        block of ``chain`` expires no sooner than ``expires``, in Unix ns; 0 is never.
+        """
         known = self.hot.load(chain.keys)
         self.hot.saw(chain.keys, len(known))
         held = self.hot.put([*known, *blocks], kind)
@@ -223,19 +253,31 @@ class TieredStore:
         admitted = chain.keys[: self._admission.inserted(chain.keys, computed)]
         if self.cold.cap_bytes:
             self.counters.add("unadmitted", len(computed.difference(admitted)))
-        self._submit(chain, len(admitted))
+        end = self.hot.end_of(chain)
+        extended = self.hot.extend([end] if end else [], expires)
+        queued = self._submit(chain, len(admitted))
+        self._tell_expiry([b for b in extended if b.key not in queued])
         if self.config.max_entries is not None:
             self.hot.limit_entries(self.config.max_entries)
 
-    def _submit(self, chain: Chain, stop: int) -> None:
-        """Queue what the cold tier lacks of the blocks of ``chain`` before ``stop``."""
+    def _submit(self, chain: Chain, stop: int) -> frozenset[BlockKey]:
+        """Queue what the cold tier lacks of the blocks of ``chain`` before ``stop``; their keys."""
         n = self.cold.missing(chain)
         self.hot.mark_stored(chain.keys[:n])
         while n < stop and self.writer.waits(chain.keys[n]):
             n += 1
         # What isn't admitted is no business of the tier.
         self.cold.saw(chain.keys[: max(n, stop)], n)
-        self._queue(self.hot.load(chain.keys[n:stop]))
+        lacking = self.hot.load(chain.keys[n:stop])
+        self._queue(lacking)
+        return frozenset(b.key for b in lacking)
+
+    def _tell_expiry(self, blocks: Sequence[Block]) -> None:
+        """Have the cold tier keep blocks longer that it has, or is to have: put again."""
+        there = self._submitted([b.key for b in blocks]) if blocks else frozenset()
+        for block in blocks:
+            if block.key in there:
+                self._queue([block])
 
     def _submit_used(self, hit: Hit) -> None:
         """Queue what the cold tier lacks of the blocks of a hit, if they are admitted by now."""
@@ -247,12 +289,17 @@ class TieredStore:
         self._queue(self.hot.load([key for key in path if key not in written]))
         self._queue_windows([w.key for w in hit.windows], [w.parent for w in hit.windows])
 
-    def _queue_windows(self, windows: Sequence[BlockKey], parents: Sequence[BlockKey]) -> None:
-        """Queue the windows that the cold tier lacks at blocks that it has, or is to have."""
+    def _queue_windows(
+        self, windows: Sequence[BlockKey], parents: Sequence[BlockKey]
+    ) -> Sequence[BlockKey]:
+        """Queue the windows that the cold tier lacks at blocks that it has, or is to have; their
+        keys.
+        """
         rooted = self._submitted([*parents, *windows])
         pairs = zip(windows, parents, strict=True)
         fresh = [key for key, parent in pairs if parent in rooted and key not in rooted]
         self._queue([b for key in fresh for b in self.hot.load([key])])
+        return fresh
 
     def _submitted(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """Which of ``keys`` are in the cold tier or on their way there."""
@@ -291,10 +338,58 @@ class TieredStore:
             _LOG.warning("tieredkv: %d blocks not stored (%s); only counted from here on", n, why)
 
     def register(self, namespace: Namespace) -> None:
-        """Tell the cold tier what a namespace is, before its first block is put."""
+        """Remember what a namespace is, before its first block is put."""
+        self._namespaces[namespace_key(namespace)] = namespace
         self.cold.register(namespace)
 
     # ---- upkeep
+
+    def expire(self) -> None:
+        """Free what has expired in the hot tier. The writer deletes it from the cold one."""
+        self.hot.expire(time.time_ns())
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait for the queue; False if it isn't empty by then."""
+        return self.writer.flush(timeout)
+
+    def prune(self, criteria: Criteria, turn: AbstractContextManager[Any] | None = None) -> Pruned:
+        """Delete what ``criteria`` mean from both tiers.
+
+        The hot tier gives up what went from the cold one. If whole namespaces are meant, by model
+        and salt or without any condition, it gives up all of them that the cold one hasn't; by age
+        or down to a size it can't judge. What waits for its commit is not touched: `drain` first.
+        ``turn`` is held while memory is freed, for whoever must not allocate any meanwhile.
+
+        Raises:
+            ColdTierUnavailable: the cold tier can't be read or written; the hot one is as it was.
+        """
+        roots = self._meant(criteria)
+        victims = list(self.cold.prune(criteria))
+        gone = {victim.key: None for victim in victims}
+        with turn or nullcontext():
+            mine = self.hot.under(roots)
+            stay = self.cold.present(mine)
+            doomed = [key for key in mine if key not in stay]
+            n_bytes = self.hot.discard([*doomed, *gone])
+        gone |= dict.fromkeys({*doomed} - self.hot.present(doomed))
+        return Pruned(len(gone), n_bytes + sum(victim.blob_bytes for victim in victims))
+
+    def _meant(self, criteria: Criteria) -> frozenset[BlockKey]:
+        """Roots of the namespaces all of which is meant."""
+        if not criteria.means_whole_namespaces:
+            return frozenset()
+        if criteria.model is None and criteria.salt is None:
+            return self.hot.roots()
+        known = [root for root, name in self._namespaces.items() if criteria.means(name)]
+        return self.cold.meant(criteria).union(known)
+
+    def pin(self, places: Sequence[Place]) -> Pinned:
+        """See `core.LowerTier.pin`. What waits for its commit isn't there yet: `drain` first."""
+        return self.cold.pin(places)
+
+    def unpin(self, places: Sequence[Place]) -> Pinned:
+        """See `core.LowerTier.unpin`."""
+        return self.cold.unpin(places)
 
     def trim_to(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> None:
         """Demote from the hot tier until it holds at most ``n_bytes``, but none of ``spared``."""
@@ -338,6 +433,7 @@ class TieredStore:
             disk_bytes=done.disk_bytes,
             unadmitted=count.total("unadmitted"),
             unshared_tokens=count.total("unshared_tokens"),
+            expired=self.hot.expired + done.expired,
             faults=count.by_label("faults") | done.faults,
         )
 

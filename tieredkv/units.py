@@ -51,3 +51,13 @@ def bytes_text(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1000
     return f"{n:.1f} TB"
+
+
+def age_text(seconds: float) -> str:
+    """How long ago something was, for people: "just now", "45s ago", "3h ago", "12d ago"."""
+    if seconds < 10:
+        return "just now"
+    for unit, factor in (("w", 14 * 86400), ("d", 2 * 86400), ("h", 2 * 3600), ("m", 2 * 60)):
+        if seconds >= factor:
+            return f"{seconds // _SECONDS[unit]:.0f}{unit} ago"
+    return f"{seconds:.0f}s ago"

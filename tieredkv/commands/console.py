@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tieredkv.core import default_cold_dir
+from tieredkv.core import DEFAULT_COLD_DIR, default_cold_dir
 
 FINE, FAILED, MISUSED = 0, 1, 2
 STATUS = "exit status: 0 fine, 1 {failed}, 2 wrong use"
@@ -43,11 +43,22 @@ def add_command(
         type=Path,
         default=default_cold_dir(),
         metavar="DIR",
-        help="the cold tier's directory (default: %(default)s)",
+        help=f"the cold tier's directory (default: {DEFAULT_COLD_DIR})",
     )
     command.add_argument("--json", action="store_true", help="print JSON; sizes are bytes")
     command.set_defaults(run=run, parser=command)
     return command
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not text.strip().isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 class Progress:

@@ -32,6 +32,13 @@ CONTENT_SECURITY_POLICY = "; ".join(
         "require-trusted-types-for 'script'",
     )
 )
+# What each of the files is to be served with.
+HEADERS = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 def asset(path: str) -> tuple[bytes, str] | None:

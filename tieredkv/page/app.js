@@ -44,31 +44,32 @@ class Link {
     if (this.#lost != null) setText(byId("announce"), "The server answers again.");
     this.#answered = seconds();
     this.#lost = null;
-    this.#state("live", `live, ${format.clock(this.#answered)}`);
+    this.#state("live", "live", format.clock(this.#answered));
     byId("lost").hidden = true;
     document.title = "tieredkv cache";
   }
 
   missed(failure) {
     const what = failure instanceof Refused
-      ? `The server refuses: ${failure.message}`
+      ? `The server answers with an error: ${failure.message}.`
       : "The server can't be reached.";
     if (this.#lost == null) {
       this.#lost = seconds();
       setText(byId("announce"), what);
     }
-    const values = this.#answered ? `Values are of ${format.clock(this.#answered)}. ` : "";
-    const since = `Since ${format.clock(this.#lost)}, ${format.whole(seconds() - this.#lost)}.`;
+    const since = `Since ${format.clock(this.#lost)} (${format.about(seconds() - this.#lost)})`;
+    const values = this.#answered ? `; the values are of ${format.clock(this.#answered)}` : "";
     setText(byId("lost-what"), what);
-    setText(byId("lost-since"), `${since} ${values}Still trying.`);
+    setText(byId("lost-since"), `${since}${values}. Still trying.`);
     byId("lost").hidden = false;
-    this.#state("lost", "no answer");
+    this.#state("lost", "no answer", "");
     document.title = "no answer: tieredkv cache";
   }
 
-  #state(state, text) {
+  #state(state, text, time) {
     byId("link").dataset.state = state;
     setText(byId("link-text"), text);
+    setText(byId("link-time"), time);
   }
 }
 
@@ -136,14 +137,15 @@ async function toggle(prefix, button) {
     setText(result, `Could not ${verb} ${prefix.id}: ${why}`);
   }
   button.disabled = false;
-  button.focus();
+  // Disabled, it had lost it.
+  if (document.activeElement === document.body) button.focus();
   poll.now();
 }
 
 function themed(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  setText(byId("theme"), `Theme: ${theme}`);
+  setText(byId("theme").lastChild, theme);
 }
 
 function nextTheme() {

@@ -45,6 +45,7 @@ export function share(part, whole) {
 /** Seconds as "42 s", "12 min", "3 h 5 min" or "2 d 4 h". */
 export function duration(seconds) {
   if (seconds == null) return NONE;
+  if (seconds === 0) return "0 s";
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
   if (seconds < 59.5) return `${seconds.toFixed(0)} s`;
   const minutes = Math.round(seconds / 60);
@@ -54,19 +55,23 @@ export function duration(seconds) {
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-/** The same, in whole seconds. */
-export const whole = (seconds) => duration(Math.floor(seconds)).replace(/\.0 s$/, " s");
+/** Seconds as "5 s", "12 min", "3 h" or "10 d": the largest unit, and no more than there are. */
+export function about(seconds) {
+  const units = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
+  const [unit, size] = units.find(([, n]) => seconds >= n) ?? units.at(-1);
+  return `${Math.floor(seconds / size)} ${unit}`;
+}
 
 /** How long ago, at the time `now`, something was. */
 export function ago(time, now) {
   if (!time) return NONE;
-  return now - time < 1 ? "now" : `${whole(now - time)} ago`;
+  return now - time < 1 ? "now" : `${about(now - time)} ago`;
 }
 
 /** How long from `now` something will be. */
 export function ahead(time, now) {
   if (!time) return "never";
-  return time <= now ? "expired" : `in ${whole(time - now)}`;
+  return time <= now ? "expired" : `in ${about(time - now)}`;
 }
 
 /** Milliseconds without their unit: columns of them are compared. */

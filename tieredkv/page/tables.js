@@ -18,6 +18,7 @@ export function fill(bar, parts) {
   parts.forEach(([name, part], i) => {
     const piece = bar.children[i] ?? bar.appendChild(element("i"));
     if (piece.className !== name) piece.className = name;
+    piece.hidden = !(part > 0);
     piece.style.width = `${Math.min(1, Math.max(0, part)) * 100}%`;
   });
 }

@@ -5,7 +5,7 @@ import { byId, element, setText, setValue, sync } from "/cache/dom.js";
 import * as format from "/cache/format.js";
 import { counterItem, faultItem, fill, prefixRow, reasonItem, requestRow } from "/cache/tables.js";
 
-const FEW = 12;
+const FEW = 10;
 
 const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
 
@@ -22,13 +22,13 @@ class Gauge {
 
   /** `parts` are `[class, bytes]` from the left; `notes` texts or elements. */
   show(n, cap, parts, notes) {
-    const of = cap ? ` of ${format.bytes(cap)}` : "";
-    setValue(this.size, `${format.bytes(n)}${of}`,
-      `${format.exact(n)}${cap ? ` of ${format.exact(cap)}` : ""} bytes`);
-    this.bar.setAttribute("aria-valuemax", String(cap || 1));
-    this.bar.setAttribute("aria-valuenow", String(Math.min(n, cap || 1)));
-    this.bar.setAttribute("aria-valuetext", `${format.bytes(n)}${of}`);
-    fill(this.bar, parts.map(([name, size]) => [name, cap ? size / cap : 0]));
+    const text = cap ? `${format.bytes(n)} of ${format.bytes(cap)}` : "none";
+    setValue(this.size, text, cap && `${format.exact(n)} of ${format.exact(cap)} bytes`);
+    this.bar.hidden = !cap;
+    this.bar.setAttribute("aria-valuemax", String(cap));
+    this.bar.setAttribute("aria-valuenow", String(Math.min(n, cap)));
+    this.bar.setAttribute("aria-valuetext", text);
+    fill(this.bar, parts.map(([name, size]) => [name, size / cap]));
     // What somebody has selected, such as the path, stays selected.
     const said = notes.map((note) => note.textContent ?? note).join("\n");
     if (said !== this.said) this.notes.replaceChildren(...notes);
@@ -36,10 +36,32 @@ class Gauge {
   }
 }
 
+/** A part that scrolls sideways can be scrolled with the keyboard, and has a name then. */
+function reachable(scroller, title) {
+  const attributes = { tabindex: "0", role: "region", "aria-labelledby": title };
+  new ResizeObserver(() => {
+    const scrolls = scroller.scrollWidth > scroller.clientWidth;
+    for (const [name, value] of Object.entries(attributes)) {
+      if (scrolls) scroller.setAttribute(name, value);
+      else scroller.removeAttribute(name);
+    }
+  }).observe(scroller);
+}
+
+function coldNotes({ blocks, directory, pinned_bytes: pinned }) {
+  if (directory == null) return ["Prompts are kept in memory only."];
+  const size = element("b", { title: `${format.exact(pinned)} bytes` }, format.bytes(pinned));
+  return [
+    format.plural(blocks, "block"),
+    element("span", { class: "source pinned" }, "pinned ", size),
+    element("span", { class: "path" }, directory),
+  ];
+}
+
 export class View {
   #hot = new Gauge(byId("hot"), "Hot", "in memory");
   #cold = new Gauge(byId("cold"), "Cold", "on disk");
-  #queue = new Gauge(byId("queue"), "Queue", "in memory, not yet on disk");
+  #queue = new Gauge(byId("queue"), "Queue", "not yet on disk");
   #chart = new Chart(byId("chart"), (...picked) => this.#read(...picked));
   #toggle;
   #last = null;
@@ -48,6 +70,7 @@ export class View {
   /** `toggle(prefix, button)` pins or unpins a prefix. */
   constructor(toggle) {
     this.#toggle = toggle;
+    for (const id of ["prefixes", "requests"]) reachable(byId(`${id}-rows`), `${id}-title`);
     byId("more").addEventListener("click", () => {
       this.#showsAll = !this.#showsAll;
       this.#requests(this.#last);
@@ -108,23 +131,18 @@ export class View {
       `hot ${format.exact(tokens.hot)}, cold ${format.exact(tokens.cold)}`);
     setValue(byId("saved"), format.duration(saved), `${format.exact(saved)} seconds`);
     setValue(byId("hits"), format.count(hits), format.exact(hits));
-    setValue(byId("hits-note"), `of ${format.count(asked)}`, format.exact(asked));
+    const part = asked ? `, ${format.share(hits, asked)}` : "";
+    setValue(byId("hits-note"), `of ${format.count(asked)}${part}`, format.exact(asked));
   }
 
   #tiers({ hot, cold, queue, entries }) {
     this.#hot.show(hot.bytes, hot.cap_bytes, [["hot", hot.bytes]],
       [`${format.plural(hot.blocks, "block")} in ${format.plural(entries, "prompt")}`]);
-    const pinned = element("span", { class: "source pinned" }, "pinned ");
-    pinned.append(element("b", { title: `${format.exact(cold.pinned_bytes)} bytes` },
-      format.bytes(cold.pinned_bytes)));
-    const place = cold.directory
-      ? element("span", { class: "path" }, cold.directory)
-      : "no directory: memory only";
     this.#cold.show(cold.bytes, cold.cap_bytes,
       [["pinned", cold.pinned_bytes], ["cold", cold.bytes - cold.pinned_bytes]],
-      [format.plural(cold.blocks, "block"), pinned, place]);
+      coldNotes(cold));
     this.#queue.show(queue.bytes, hot.cap_bytes, [["queue", queue.bytes]],
-      [format.plural(queue.blocks, "block")]);
+      [`${format.plural(queue.blocks, "block")}, held in the hot tier`]);
   }
 
   /** Say what the chart shows of a bucket, or of the whole hour. */
@@ -132,8 +150,10 @@ export class View {
     const shown = bucket ?? { requests: sum(all.map((b) => b.requests)) };
     if (!bucket) for (const name of SOURCES) shown[name] = sum(all.map((b) => b[name]));
     const when = bucket ? `${format.minute(bucket.time)}${isNow ? ", so far" : ""}` : "last hour";
-    const rest = [format.plural(shown.requests, "request"),
-      `${format.share(shown.hot + shown.cold, tokensOf(shown))} from the cache`].join(", ");
+    const cached = format.share(shown.hot + shown.cold, tokensOf(shown));
+    const rest = shown.requests
+      ? `${format.plural(shown.requests, "request")}, ${cached} from the cache`
+      : "no request";
     setText(byId("reading-when"), when);
     for (const name of SOURCES) {
       setValue(byId(`reading-${name}`), format.count(shown[name]), format.exact(shown[name]));
@@ -172,7 +192,7 @@ export class View {
   }
 
   #rows(id, items, key, make) {
-    byId(id).hidden = !items.length;
+    byId(`${id}-rows`).hidden = !items.length;
     byId(`${id}-empty`).hidden = items.length > 0;
     sync(byId(id).tBodies[0], items, key, make);
   }

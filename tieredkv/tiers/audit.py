@@ -17,10 +17,12 @@ from tieredkv.tiers.records import (
     Use,
     child_rows,
     described,
+    due_key,
     left_key,
     order_key,
     piece_key,
     unpack_namespace,
+    unpack_number,
 )
 
 
@@ -77,6 +79,7 @@ def _faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
     yield from _piece_faults(rows, count)
     yield from _namespace_faults(rows, count)
     yield from _ghost_faults(rows, count)
+    yield from _pin_faults(rows, count)
 
 
 def _chain_faults(count: _Count) -> Iterator[tuple[str, str]]:
@@ -94,7 +97,9 @@ def _chain_faults(count: _Count) -> Iterator[tuple[str, str]]:
 
 def _use_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
     clock = rows.number(CLOCK) or 0
+    pinned = {key for key, _ in rows.rows("pin")}
     leaves: set[bytes] = set()
+    due: set[bytes] = set()
     seen: set[bytes] = set()
     for key, data in rows.rows("use"):
         seen.add(key)
@@ -107,11 +112,15 @@ def _use_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
             yield key.hex(), "was used later than the clock says"
         if use.children != count.children[key]:
             yield key.hex(), f"counts {use.children} children, has {count.children[key]}"
-        if not use.children:
-            leaves.add(order_key(use, key))
+        if use.children or key in pinned:
+            continue
+        leaves.add(order_key(use, key))
+        if use.expires:
+            due.add(due_key(use.expires, key))
     yield from _differences(set(count.records), seen, "use record")
     ordered = {key for key, _ in rows.rows("order")}
     yield from _differences(leaves, ordered, "order row")
+    yield from _differences(due, {key for key, _ in rows.rows("due")}, "row in due")
 
 
 def _child_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
@@ -163,6 +172,16 @@ def _ghost_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
             yield key.hex(), "left at another time, or is not awaited"
         wanted.add(left_key(ghost.left, key))
     yield from _differences(wanted, {key for key, _ in rows.rows("left")}, "row in left")
+
+
+def _pin_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
+    for key, data in rows.rows("pin"):
+        if key not in count.records:
+            yield key.hex(), "pin of no block"
+        try:
+            unpack_number(data)
+        except CorruptBlob:
+            yield key.hex(), "its pin doesn't say when"
 
 
 def _differences(wanted: set[bytes], held: set[bytes], what: str) -> Iterator[tuple[str, str]]:

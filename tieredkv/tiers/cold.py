@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from tieredkv.codec import checksum
 from tieredkv.core import (
     BLOCK_TOKENS,
+    PIN_SHARE,
     Allocate,
     Block,
     BlockKey,
@@ -34,12 +35,15 @@ from tieredkv.core import (
     CorruptBlob,
     Namespace,
     Partial,
+    Pinned,
+    PinRefused,
+    Place,
     Problem,
 )
 from tieredkv.hazard import STATE, Judge, Trial, kind_of
 from tieredkv.keys import base_key, common_prefix, namespace_key
 from tieredkv.metrics import Departures, Faults, Histogram
-from tieredkv.tiers import audit, pruning
+from tieredkv.tiers import audit, pins, pruning
 from tieredkv.tiers.environment import (
     Damaged,
     Environment,
@@ -53,6 +57,7 @@ from tieredkv.tiers.environment import (
 from tieredkv.tiers.health import finding
 from tieredkv.tiers.ledger import ADDED, CAP, DISK, ENCODED, Ledger, Node, Origin, Rows
 from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
+from tieredkv.tiers.pins import PinnedPrefix
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.readahead import announce
 from tieredkv.tiers.records import (
@@ -76,6 +81,7 @@ _MAX_BATCH_BYTES = 64 << 20
 _MAX_EVICTED_BYTES = 256 << 20
 _MAX_PURGED_BLOCKS = 256
 _MAX_PRUNED_BLOCKS = 1024
+_MAX_EXPIRED_BLOCKS = 1024
 # Others may write what is to go while it goes; for ever, if this did not end.
 _MAX_PRUNE_PASSES = 3
 # Pages that an empty store needs.
@@ -171,7 +177,7 @@ class _Reading:
             i = start
             while i < chain.n_full and self._is_block(rows, chain, i):
                 i += 1
-            return i
+            return start + rows.expired_end(chain.keys[start:i], time.time_ns())
 
         return self._read(walk, start)
 
@@ -182,8 +188,7 @@ class _Reading:
         def search(rows: Rows) -> Partial | None:
             shared = [
                 Partial(node.key, common_prefix(node.record.tokens, query))
-                for node in rows.neighbours(parent, query)
-                if node.key not in self._condemned
+                for node in self._found(rows, rows.neighbours(parent, query))
             ]
             best = max(shared, key=lambda partial: partial.n_tokens, default=None)
             return best if best and best.n_tokens else None
@@ -196,8 +201,7 @@ class _Reading:
         def search(rows: Rows) -> list[Partial]:
             return [
                 Partial(node.key, len(node.record.tokens) // 8)
-                for node in rows.leading(parent, tokens)
-                if node.key not in self._condemned
+                for node in self._found(rows, rows.leading(parent, tokens))
             ]
 
         return self._read(search, [])
@@ -205,8 +209,15 @@ class _Reading:
     def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """See ``Tier.present``. One transaction for all."""
         nothing: frozenset[BlockKey] = frozenset()
-        found = self._read(lambda rows: frozenset(filter(rows.has, keys)), nothing)
-        return found - self._condemned
+
+        def search(rows: Rows) -> frozenset[BlockKey]:
+            here = frozenset(filter(rows.has, keys))
+            now = time.time_ns()
+            if rows.first_due(now) is None:
+                return here
+            return frozenset(key for key in here if not rows.has_expired(key, now))
+
+        return self._read(search, nothing) - self._condemned
 
     def load(self, keys: Sequence[BlockKey], allocate: Allocate = own_memory) -> list[Block]:
         """See ``LowerTier.load``. Each blob is copied in a read transaction of its own."""
@@ -226,14 +237,34 @@ class _Reading:
             low, high = 0, len(chain.keys)
             while low < high:
                 middle = (low + high) // 2
-                if _holds(rows, chain, middle):
+                if _holder(rows, chain, middle) is not None:
                     low = middle + 1
                 else:
                     high = middle
             bad = (i for i, key in enumerate(chain.keys[:low]) if key in self._condemned)
-            return next(bad, low)
+            # What has expired is to be put again, or it would be deleted before what comes below.
+            return min(next(bad, low), _lasting(rows, chain, low))
 
         return self._read(search, 0)
+
+    def meant(self, criteria: Criteria) -> frozenset[BlockKey]:
+        """See ``LowerTier.meant``."""
+        nothing: frozenset[BlockKey] = frozenset()
+
+        def scan(rows: Rows) -> frozenset[BlockKey]:
+            return frozenset(row.root for row in rows.namespaces() if criteria.names(row))
+
+        return self._read(scan, nothing)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See ``LowerTier.pinned_bytes``. Reads the index records of all these blocks."""
+        return self._read(pins.pinned_bytes, 0)
+
+    def pins(self) -> list[PinnedPrefix]:
+        """All pinned prefixes, the first pinned first."""
+        nothing: list[PinnedPrefix] = []
+        return self._read(pins.listed, nothing)
 
     def layouts(self, base: BlockKey) -> list[str]:
         """Layout, as JSON, of every namespace in the store whose base key is ``base``."""
@@ -250,7 +281,7 @@ class _Reading:
     def usage(self) -> ColdUsage:
         """What the store holds, by namespace. Reads every index record."""
         file_bytes = self._environment.file_bytes() if self._environment else 0
-        empty = ColdUsage(file_bytes, 0, 0, 0, 0, 0, ())
+        empty = ColdUsage(file_bytes, 0, 0, 0, 0, 0, 0, 0, ())
         return self._read(lambda rows: survey(rows, file_bytes), empty)
 
     def consult(self, work: Callable[[Rows], _T]) -> _T | None:
@@ -344,8 +375,19 @@ class _Reading:
             if not rows.has_pieces(key, record) or not record.names(key):
                 self._condemn(key, _INCONSISTENT)
                 break
-            found.append(Stored(key, record, rows.use(key).grade))
+            use = rows.use(key)
+            # What is pinned is found for good.
+            expires = 0 if use.expires and rows.is_pinned(key) else use.expires
+            found.append(Stored(key, record, use.grade, expires))
         return found
+
+    def _found(self, rows: Rows, nodes: Sequence[Node]) -> list[Node]:
+        """Those that are neither damaged nor expired."""
+        sound = [node for node in nodes if node.key not in self._condemned]
+        now = time.time_ns()
+        if not sound or rows.first_due(now) is None:
+            return sound
+        return [node for node in sound if not rows.has_expired(node.key, now)]
 
     def _copy_blob(self, key: BlockKey, record: Record, out: NDArray[np.uint8]) -> bool:
         def copy(rows: Rows) -> bool:
@@ -419,7 +461,8 @@ class _Reading:
         except CorruptBlob as error:
             return [Problem("cold", str(self._directory), str(error))]
         cap = rows.number(CAP)
-        if cap is not None and rows.live_bytes() > cap:
+        # What is pinned stays, however low the cap was set later.
+        if cap is not None and rows.live_bytes() > cap and rows.has_leaves():
             problems.append(Problem("cold", str(self._directory), "more than the cap is in use"))
         return problems
 
@@ -449,21 +492,33 @@ def _sizes(rows: Rows) -> tuple[int, int]:
     return rows.n_blocks, rows.number(ADDED) or 0
 
 
-def _holds(rows: Rows, chain: Chain, i: int) -> bool:
+def _holder(rows: Rows, chain: Chain, i: int) -> BlockKey | None:
+    """The block that holds the tokens of block ``i`` of ``chain``: itself, or what covers it."""
     if rows.has(chain.keys[i]):
-        return True
+        return chain.keys[i]
     # What has a snapshot behind it must be here itself.
     is_tail = i == chain.n_full == len(chain.keys) - 1
-    return is_tail and _is_covered(rows, chain.root, chain.parent(i), chain.tokens_of(i))
+    if not is_tail:
+        return None
+    return _covering(rows, chain.root, chain.parent(i), chain.tokens_of(i))
 
 
-def _is_covered(rows: Rows, root: BlockKey, parent: BlockKey, tokens: bytes) -> bool:
+def _lasting(rows: Rows, chain: Chain, n: int) -> int:
+    """How many of the first ``n`` blocks of ``chain``, which are here, have not expired."""
+    now = time.time_ns()
+    if not n or rows.first_due(now) is None:
+        return n
+    last = _holder(rows, chain, n - 1)
+    return rows.expired_end([*chain.keys[: n - 1], last], now) if last else n - 1
+
+
+def _covering(rows: Rows, root: BlockKey, parent: BlockKey, tokens: bytes) -> BlockKey | None:
     # Without the parent there is no sibling, which is the common case and cheaper to see.
     if not tokens:
-        return False
+        return None
     if parent != root and not rows.has(parent):
-        return False
-    return _cover(rows.neighbours(parent, tokens), tokens) is not None
+        return None
+    return _cover(rows.neighbours(parent, tokens), tokens)
 
 
 def _cover(beside: Sequence[Node], tokens: bytes) -> BlockKey | None:
@@ -506,6 +561,8 @@ class _Done:
     shown: int = 0
     purged: set[BlockKey] = field(default_factory=set)
     pruned: list[Victim] = field(default_factory=list)
+    pinned: Pinned | None = None
+    pinned_bytes: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     # Why each block left, and its last use in Unix ns.
     left: list[tuple[str, int]] = field(default_factory=list)
@@ -527,6 +584,7 @@ class ColdTier(_Reading):
         codec: Codec,
         reserve_bytes: int = 0,
         block_tokens: int = BLOCK_TOKENS,
+        pin_share: float = PIN_SHARE,
     ) -> None:
         """Open or create the store in directory ``path``.
 
@@ -536,7 +594,7 @@ class ColdTier(_Reading):
         With None the store must exist: it keeps its cap, and stays where it is at the opening.
         However high the cap, the file doesn't grow while it would leave less than
         ``reserve_bytes`` of its disk free. Blocks that are put with fewer than ``block_tokens``
-        are tails.
+        are tails. What is pinned through this tier may take ``pin_share`` of the cap.
 
         Raises:
             ColdTierUnavailable: the directory can't be used; the message says what to do.
@@ -549,6 +607,7 @@ class ColdTier(_Reading):
         self._wanted_cap = self.cap_bytes if cap_bytes is None else cap_bytes
         self._reserve = reserve_bytes
         self._block_tokens = block_tokens
+        self._pin_share = pin_share
         self._is_full = False
         # Encoded and disk bytes of commits that the store's own totals lack.
         self._untold = 0, 0
@@ -578,12 +637,12 @@ class ColdTier(_Reading):
                 self._dropped[reason] += len(blocks) - held
         return held
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], expires: int = 0) -> None:
         """See ``Tier.touch``. One transaction for all."""
 
         def touch_all(ledger: Ledger, done: _Done) -> None:
             for key in keys:
-                ledger.touch(key)
+                ledger.touch(key, expires)
             done.held = len(keys)
 
         if keys:
@@ -608,6 +667,81 @@ class ColdTier(_Reading):
         while (done := self._write(trim)) is not None and done.evicted_bytes:
             pass
 
+    def expire(self, now: int) -> int:
+        """See ``Tier.expire``. In bounded transactions, and none if there is nothing to do."""
+        n = 0
+        while self._read(lambda rows: rows.first_due(now), None) is not None:
+            done = self._write(partial(_expire, now))
+            if done is None or not done.counts["expired"]:
+                break
+            n += done.counts["expired"]
+        return n
+
+    def pin(self, places: Sequence[Place]) -> Pinned:
+        """See ``LowerTier.pin``. Raises ColdTierUnavailable too: it can't be written."""
+
+        def pin(ledger: Ledger) -> Pinned:
+            # In one transaction, so that nobody evicts what was found.
+            now = time.time_ns()
+            found = pins.longest(
+                pins.stored(ledger, place, self._condemned, now) for place in places
+            )
+            if found is None:
+                raise pins.absent()
+            known = pins.longest(pins.along(ledger, place.chain) for place in places)
+            if known and known.n_tokens >= found.n_tokens and not found.state:
+                return pins.told(ledger, known.key)
+            return self._pin(ledger, (found.key, *found.state))
+
+        return self._pinning(pin)
+
+    def pin_id(self, prefix_id: str) -> Pinned:
+        """See ``LowerTier.pin_id``. Raises ColdTierUnavailable too: it can't be written."""
+
+        def pin(ledger: Ledger) -> Pinned:
+            return self._pin(ledger, pins.with_state(ledger, pins.named(ledger, prefix_id)))
+
+        return self._pinning(pin)
+
+    def unpin(self, places: Sequence[Place]) -> Pinned:
+        """See ``LowerTier.unpin``. Raises ColdTierUnavailable too: it can't be written."""
+
+        def unpin(ledger: Ledger) -> Pinned:
+            found = pins.longest(pins.along(ledger, place.chain) for place in places)
+            if found is None:
+                raise PinRefused("absent", "nothing of this prompt is pinned")
+            return pins.unpin(ledger, found.key)
+
+        return self._pinning(unpin)
+
+    def unpin_id(self, prefix_id: str) -> Pinned:
+        """See ``LowerTier.unpin_id``. Raises ColdTierUnavailable too: it can't be written."""
+
+        def unpin(ledger: Ledger) -> Pinned:
+            return pins.unpin(ledger, pins.named(ledger, prefix_id, pins.ends(ledger)))
+
+        return self._pinning(unpin)
+
+    def _pin(self, ledger: Ledger, keys: Sequence[BlockKey]) -> Pinned:
+        if not self._condemned.isdisjoint(keys):
+            raise pins.absent()
+        limit = int((ledger.number(CAP) or 0) * self._pin_share)
+        return pins.pin(ledger, keys, limit, time.time_ns())
+
+    def _pinning(self, work: Callable[[Ledger], Pinned]) -> Pinned:
+        def run(ledger: Ledger, done: _Done) -> None:
+            done.pinned = work(ledger)
+
+        done = self._write(run)
+        if done is None or done.pinned is None:
+            raise self._unwritable()
+        return done.pinned
+
+    def _unwritable(self) -> ColdTierUnavailable:
+        return ColdTierUnavailable(
+            f"{self._directory} can't be written ({', '.join(self._faults)})"
+        )
+
     def prune(self, criteria: Criteria) -> Iterator[Victim]:
         """Delete what ``criteria`` mean, leaves first; yields what is gone, once it is committed.
 
@@ -623,9 +757,7 @@ class ColdTier(_Reading):
                 part = victims[start : start + _MAX_PRUNED_BLOCKS]
                 done = self._write(partial(_prune, part, criteria))
                 if done is None:
-                    raise ColdTierUnavailable(
-                        f"{self._directory} can't be written ({', '.join(self._faults)})"
-                    )
+                    raise self._unwritable()
                 gone += len(done.pruned)
                 yield from done.pruned
                 if done.reason:
@@ -711,20 +843,20 @@ class ColdTier(_Reading):
             return "corrupt"
         if ledger.has(block.key):
             if item.is_last_of_chain:
-                ledger.renew(block.key)
+                ledger.renew(block.key, block.expires)
             return ""
         if not _has_parent(ledger, block):
             return "orphan"
         beside = ledger.neighbours(block.parent, block.tokens)
         cover = _cover(beside, block.tokens) if item.is_last_of_chain else None
         if cover is not None:
-            ledger.renew(cover)
+            ledger.renew(cover, block.expires)
             return ""
         if item.blob is None:
             return "raced"
         reason = self._insert(ledger, item, item.blob, terms, done)
         if not reason:
-            done.counts["superseded"] += _supersede(ledger, beside, block.tokens)
+            done.counts["superseded"] += _supersede(ledger, beside, block)
         return reason
 
     def _insert(self, ledger: Ledger, item: _Item, blob: bytes, terms: _Terms, done: _Done) -> str:
@@ -743,7 +875,8 @@ class ColdTier(_Reading):
             return _SETTLING
         record = record_of(block, len(blob), item.checksum, time.time_ns())
         kind = kind_of(block.tokens, self._block_tokens)
-        ledger.add(block.key, record, blob, kind, block.grade, self._origins.get(block.root))
+        origin = self._origins.get(block.root)
+        ledger.add(block.key, record, blob, kind, block.grade, origin, block.expires)
         done.shown += kind != STATE
         done.counts["blocks_written"] += 1
         done.counts["bytes_written"] += len(blob)
@@ -778,6 +911,7 @@ class ColdTier(_Reading):
         def change(ledger: Ledger, done: _Done) -> None:
             ledger.set_number(CAP, self._wanted_cap)
             done.evicted_bytes = ledger.live_bytes() - budget_bytes(self._wanted_cap)
+            done.pinned_bytes = pins.pinned_bytes(ledger)
 
         done = self._write(change)
         if done and done.evicted_bytes > 0:
@@ -788,6 +922,14 @@ class ColdTier(_Reading):
                 self._wanted_cap,
                 done.evicted_bytes,
                 _MAX_EVICTED_BYTES >> 20,
+            )
+        if done and done.pinned_bytes > budget_bytes(self._wanted_cap):
+            logger.warning(
+                "cold tier in %s: pinned prompts take %d bytes, for which the new cap of %d has no "
+                "room: all else goes, and nothing is stored until some of them are unpinned",
+                self._directory,
+                done.pinned_bytes,
+                self._wanted_cap,
             )
 
     def _write(self, work: Callable[[Ledger, _Done], None]) -> _Done | None:
@@ -912,7 +1054,7 @@ def _ends(blocks: Sequence[Block]) -> list[bool]:
 def _is_held(rows: Rows, block: Block, is_last: bool) -> bool:
     if rows.has(block.key):
         return True
-    return is_last and _is_covered(rows, block.root, block.parent, block.tokens)
+    return is_last and (_covering(rows, block.root, block.parent, block.tokens) is not None)
 
 
 def _has_parent(ledger: Ledger, block: Block) -> bool:
@@ -937,6 +1079,17 @@ def _evict(ledger: Ledger, limit: int, terms: _Terms, done: _Done) -> bool:
     return True
 
 
+def _expire(now: int, ledger: Ledger, done: _Done) -> None:
+    """Delete leaves that have expired, some of them."""
+    while done.counts["expired"] < _MAX_EXPIRED_BLOCKS:
+        key = ledger.first_due(now)
+        if key is None:
+            return
+        done.left.append(("ttl", ledger.use(key).used))
+        ledger.remove(key)
+        done.counts["expired"] += 1
+
+
 def _prune(victims: Sequence[Victim], criteria: Criteria, ledger: Ledger, done: _Done) -> None:
     """Delete those that are still to go. Sets ``done.reason`` once no more has to."""
     for victim in victims:
@@ -953,13 +1106,16 @@ def _is_still_due(ledger: Ledger, victim: Victim, criteria: Criteria) -> bool:
     """Whether a block is as it was planned: others write meanwhile."""
     if not ledger.has(victim.key):
         return False
+    if not criteria.pinned and ledger.is_pinned(victim.key):
+        return False
     use = ledger.use(victim.key)
     is_later = criteria.to_bytes is not None and use.used > victim.last_use
     return not (use.children or is_later or criteria.spares(use.used))
 
 
-def _supersede(ledger: Ledger, beside: Sequence[Node], tokens: bytes) -> int:
-    """Delete the tail that ``tokens`` cover, if there is one; how many were deleted.
+def _supersede(ledger: Ledger, beside: Sequence[Node], block: Block) -> int:
+    """Delete the tail that a block covers, if there is one; how many were deleted. The block is
+    pinned if it was, and expires no sooner.
 
     There is at most one, and it is the neighbour before. Whatever is ordered between a tail and
     what continues it begins with that tail too, so it would have superseded the tail when it
@@ -969,11 +1125,13 @@ def _supersede(ledger: Ledger, beside: Sequence[Node], tokens: bytes) -> int:
         node.key
         for node in beside
         if node.record.tokens
-        and tokens.startswith(node.record.tokens)
+        and block.tokens.startswith(node.record.tokens)
         # It may have been evicted to make room.
         and ledger.has(node.key)
         and not ledger.use(node.key).children
     ]
     for key in covered:
+        ledger.outlive(block.key, ledger.use(key).expires)
+        ledger.hand_on_pin(key, block.key)
         ledger.remove(key)
     return len(covered)

@@ -632,7 +632,7 @@ def _open_as_it_is(directory: Path) -> Environment:
         _require_ours(names, directory)
         meta = env.open_db(b"meta", create=False)
         with env.begin() as txn:
-            _require_format(txn, meta, directory)
+            _require_format(txn, meta, names, directory)
         dbs = Databases(**{name: env.open_db(name.encode(), create=False) for name in DATABASES})
         return Environment(directory, env, dbs)
     except BaseException:
@@ -648,7 +648,7 @@ def _databases(env: lmdb.Environment, directory: Path, cap_bytes: int) -> Databa
             _require_ours(names, directory)
         dbs = Databases(**{name: env.open_db(name.encode(), txn=txn) for name in DATABASES})
         if names:
-            _require_format(txn, dbs.meta, directory)
+            _require_format(txn, dbs.meta, names, directory)
             return dbs
         ledger = Ledger(txn, dbs, 0)
         ledger.set_number(FORMAT, FORMAT_VERSION)
@@ -665,12 +665,19 @@ def _require_ours(names: set[bytes], directory: Path) -> None:
         )
 
 
-def _require_format(txn: lmdb.Transaction, meta: lmdb._Database, directory: Path) -> None:
+def _require_format(
+    txn: lmdb.Transaction, meta: lmdb._Database, names: set[bytes], directory: Path
+) -> None:
     values = [txn.get(name, db=meta) for name in (FORMAT, PIECE)]
     found = [None if value is None else unpack_number(bytes(value)) for value in values]
     if found != [FORMAT_VERSION, PIECE_BYTES]:
         raise ColdTierUnavailable(
             f"{directory} is of format {found[0]}, this version reads {FORMAT_VERSION}; "
+            "choose another directory or delete this one"
+        )
+    if not names >= health.OURS:
+        raise ColdTierUnavailable(
+            f"{directory} was made by a version of tieredkv that was never released; "
             "choose another directory or delete this one"
         )
 

@@ -45,10 +45,15 @@ ROWS, VALUES = "rows", "values"
 _INDEX = b"index"
 # `ledger.DATABASES`, which this program can't import.
 OURS = frozenset(
-    (b"meta", b"namespace", b"index", b"use", b"order", b"child", b"blob", b"ghost", b"left")
+    (
+        *(b"meta", b"namespace", b"index", b"use", b"order", b"child", b"blob"),
+        *(b"ghost", b"left", b"due", b"pin"),
+    )
 )
-# Of these, what format 3 added: without them a store is one of format 2, and sound.
-NEW = frozenset((b"ghost", b"left"))
+# Of these, what format 3 added: without them a store is one of format 2, and sound. Some were
+# added last: without these alone it is one of an unfinished format 3, and sound too.
+NEW = frozenset((b"ghost", b"left", b"due", b"pin"))
+_LAST = frozenset((b"due", b"pin"))
 # What LMDB says of a file that isn't what it must be. Its other errors, of memory say, tell
 # nothing of the file.
 _DAMAGE = (
@@ -223,7 +228,7 @@ def _walk(directory: str, what: str) -> None:
     env = lmdb.open(directory, readonly=True, create=False, lock=False, readahead=False, max_dbs=16)
     with env.begin() as txn:
         names = [bytes(name) for name, _ in txn.cursor()]
-    if names and OURS - set(names) not in (frozenset(), NEW, OURS):
+    if names and OURS - set(names) not in (frozenset(), _LAST, NEW, OURS):
         raise lmdb.CorruptedError("one of its databases has another name")
     for name in names:
         db = env.open_db(name, create=False)

@@ -13,6 +13,8 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 import mlx.core as mx
 
@@ -27,6 +29,7 @@ from tieredkv.core import (
     Partial,
     Problem,
     TensorSpec,
+    later,
 )
 from tieredkv.metrics import Departures
 
@@ -39,6 +42,9 @@ def held_bytes(specs: Iterable[TensorSpec]) -> int:
     sizes = (spec.n_bytes for spec in specs)
     return sum(n if n <= _GRANULE else -(-n // _GRANULE) * _GRANULE for n in sizes)
 
+
+# Expiries of blocks that have left are kept so many at least.
+_STALE = 64
 
 # Greater than any key of 32 bytes.
 _AFTER_ALL = BlockKey(b"\xff" * 33)
@@ -106,6 +112,10 @@ class HotTier:
         self._entries: dict[BlockKey, tuple[BlockKey, str]] = {}
         # Bytes of blocks that memory was given for and that have yet to be put.
         self._reserved: dict[BlockKey, int] = {}
+        # When blocks expire, or did before that was put off, as a heap: one entry at least for
+        # each leaf that does.
+        self._due: list[tuple[int, BlockKey]] = []
+        self._expired = 0
         # Bytes that were added, and one for each other use.
         self._clock = 0
         self._n_bytes = 0
@@ -149,6 +159,11 @@ class HotTier:
         """Blocks that left since the tier was made, demoted ones included: see `Departures`."""
         return self._departures.reading()
 
+    @property
+    def expired(self) -> int:
+        """Blocks that were deleted since their time had passed, since the tier was made."""
+        return self._expired
+
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """Entries and bytes by cache type; a shared block counts once, for its highest type."""
         with self._lock:
@@ -162,19 +177,28 @@ class HotTier:
     def lookup(self, chain: Chain, start: int = 0) -> int:
         """See `core.Tier.lookup`."""
         with self._lock:
+            n = max(start, chain.n_full)
             for i in range(start, chain.n_full):
                 node = self._nodes.get(chain.keys[i])
                 if node is None or not _is(node.block, chain, i):
-                    return i
-            return max(start, chain.n_full)
+                    n = i
+                    break
+            now = time.time_ns()
+            gone: set[BlockKey] = set()
+            while n > start and self._has_expired(chain.keys[n - 1], now, gone):
+                n -= 1
+                gone.add(chain.keys[n])
+            return n
 
     def nearest(self, parent: BlockKey, tokens: bytes) -> Partial | None:
         """See `core.Tier.nearest`."""
         with self._lock:
             best: Partial | None = None
+            now = time.time_ns()
             for key in self._neighbours(parent, keys.ordered(tokens)):
                 shared = keys.common_prefix(self._nodes[key].block.tokens, tokens)
-                if shared > (best.n_tokens if best else 0):
+                is_best = shared > (best.n_tokens if best else 0)
+                if is_best and not self._has_expired(key, now):
                     best = Partial(key, shared)
             return best
 
@@ -190,6 +214,7 @@ class HotTier:
         """See `core.Tier.prefixes`."""
         found: list[Partial] = []
         with self._lock:
+            now = time.time_ns()
             siblings = self._siblings.get(parent, [])
             order = keys.ordered(tokens)
             # Whatever leads the query stands before it, and before all else that shares as much:
@@ -200,7 +225,7 @@ class HotTier:
                     break
                 other, key = self._place_of(siblings[i - 1])
                 if order.startswith(other):
-                    if other:
+                    if other and not self._has_expired(key, now):
                         found.append(Partial(key, self._nodes[key].block.n_tokens))
                     order = other[:-1]
                 else:
@@ -210,7 +235,10 @@ class HotTier:
     def present(self, keys: Sequence[BlockKey]) -> frozenset[BlockKey]:
         """See `core.Tier.present`."""
         with self._lock:
-            return frozenset(key for key in keys if key in self._nodes)
+            now = time.time_ns()
+            return frozenset(
+                key for key in keys if key in self._nodes and not self._has_expired(key, now)
+            )
 
     def load(self, keys: Sequence[BlockKey]) -> list[Block]:
         """See `core.Tier.load`."""
@@ -222,6 +250,28 @@ class HotTier:
                     break
                 blocks.append(node.block)
             return blocks
+
+    def _has_expired(self, key: BlockKey, now: int, gone: Container[BlockKey] = ()) -> bool:
+        """Whether a block that is here has expired, and all below it, of which those in ``gone``
+        are known to have. Few are found here that have: those that wait for their commit.
+        """
+        if not self._due or self._due[0][0] > now:
+            return False
+        pending = [key]
+        while pending:
+            at = pending.pop()
+            expires = self._nodes[at].block.expires
+            if not expires or expires > now:
+                return False
+            pending += (child for child in self._siblings.get(at, []) if child not in gone)
+        return True
+
+    def _outlive(self, node: _Node, expires: int) -> None:
+        """Let a block expire no sooner than that."""
+        until = later(node.block.expires, expires)
+        if until != node.block.expires:
+            # Whoever has the block keeps it as it was.
+            node.block = replace(node.block, expires=until)
 
     def _neighbours(self, parent: BlockKey, order: bytes) -> list[BlockKey]:
         siblings = self._siblings.get(parent, [])
@@ -308,6 +358,7 @@ class HotTier:
                     self._rise(known, kind)
                     if ends:
                         self._renew(known)
+                        self._outlive(known, block.expires)
                 elif not self._place(arrays.get(block.key, block), kind):
                     return i
             return len(blocks)
@@ -343,6 +394,7 @@ class HotTier:
 
     def _add(self, block: Block, kind: str) -> _Node:
         node = self._nodes[block.key] = _Node(block, kind, self._arrival(block))
+        self._schedule(block)
         siblings = self._siblings.setdefault(block.parent, [])
         place = bisect_left(siblings, self._place_of(block.key), key=self._place_of)
         siblings.insert(place, block.key)
@@ -357,6 +409,15 @@ class HotTier:
         self._n_leaves[kind] += 1
         self._list(node)
         return node
+
+    def _schedule(self, block: Block) -> None:
+        """Look at a leaf once it has expired."""
+        if block.expires:
+            heappush(self._due, (block.expires, block.key))
+        if len(self._due) > 2 * len(self._nodes) + _STALE:
+            leaves = (node.block for node in self._nodes.values() if not node.children)
+            self._due = [(leaf.expires, leaf.key) for leaf in leaves if leaf.expires]
+            heapify(self._due)
 
     def _arrival(self, block: Block) -> hazard.Standing:
         kind = hazard.kind_of(block.tokens, self._block_tokens)
@@ -403,7 +464,7 @@ class HotTier:
             self._stirred.add(node.place[:2])
             node.place = None
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], expires: int = 0) -> None:
         """See `core.Tier.touch`. A block that becomes a leaf inherits its last child's use, so
         touching the deepest block of a chain keeps them all.
         """
@@ -416,6 +477,25 @@ class HotTier:
                 node.standing = hazard.touch(node.standing, self._clock, self._returns)
                 node.used = time.monotonic()
                 self._list(node)
+                self._outlive(node, expires)
+
+    def extend(self, keys: Iterable[BlockKey], expires: int) -> list[Block]:
+        """Let those of ``keys`` that are here expire no sooner than that; those that were to."""
+        with self._lock:
+            changed: list[Block] = []
+            for key in keys:
+                node = self._nodes.get(key)
+                before = node.block if node else None
+                if node is not None:
+                    self._outlive(node, expires)
+                    changed += [node.block] * (node.block is not before)
+            return changed
+
+    def end_of(self, chain: Chain) -> BlockKey | None:
+        """The block at the end of ``chain``, or what covers it, if that is here."""
+        with self._lock:
+            node = self._anchor(chain) if chain.keys else None
+            return node.block.key if node else None
 
     def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
         """See `core.Tier.saw`."""
@@ -578,6 +658,54 @@ class HotTier:
 
     # ---- leaving
 
+    def expire(self, now: int) -> int:
+        """See `core.Tier.expire`. What is held leaves at a later call."""
+        with self._lock:
+            self._reap()
+            n, held = 0, []
+            while self._due and self._due[0][0] <= now:
+                _, key = heappop(self._due)
+                node = self._nodes.get(key)
+                if node is None or node.children:
+                    # Once it is a leaf it gets another entry.
+                    continue
+                if not node.block.expires or node.block.expires > now:
+                    self._schedule(node.block)
+                elif node.holds:
+                    held.append(node.block)
+                else:
+                    self._discard(node, "ttl")
+                    n += 1
+            for block in held:
+                self._schedule(block)
+            self._expired += n
+            return n
+
+    def discard(self, keys: Iterable[BlockKey]) -> int:
+        """Let go for good of those, children first, that are here, have no children and aren't
+        held; the bytes that they had.
+        """
+        with self._lock:
+            self._reap()
+            before = self._n_bytes
+            for key in keys:
+                node = self._nodes.get(key)
+                if node is not None and not node.children and not node.holds:
+                    self._discard(node, "prune")
+            return before - self._n_bytes
+
+    def under(self, roots: Container[BlockKey]) -> list[BlockKey]:
+        """The blocks of some namespaces, children before their parents."""
+        with self._lock:
+            # No block is older than its parent.
+            found = reversed(self._nodes.items())
+            return [key for key, node in found if node.block.root in roots]
+
+    def roots(self) -> frozenset[BlockKey]:
+        """The namespaces of all blocks here."""
+        with self._lock:
+            return frozenset(node.block.root for node in self._nodes.values())
+
     def trim_to(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> None:
         """See `core.Tier.trim_to`. What is held stays, for it is still being read, and so does
         what is spared.
@@ -630,6 +758,13 @@ class HotTier:
         hazard.drop(node.standing, self._returns)
         self._leave(node, "entries")
 
+    def _discard(self, node: _Node, reason: str) -> None:
+        """A block leaves since nobody is to find it any more."""
+        self._departures.note(reason, time.monotonic() - node.used)
+        hazard.drop(node.standing, self._returns)
+        self._n_bytes -= node.n_bytes
+        self._unlink(node)
+
     def _leave(self, node: _Node, reason: str) -> None:
         self._departures.note(reason, time.monotonic() - node.used)
         if node.stored:
@@ -645,6 +780,7 @@ class HotTier:
             longer.entries[entry] = length
             self._entries[entry] = (longer.block.key, self._entries[entry][1])
         node.entries.clear()
+        self._outlive(longer, node.block.expires)
         if node.holds:
             self._replaced[node.block.key] = node
         else:
@@ -669,7 +805,9 @@ class HotTier:
         parent.children -= 1
         parent.standing = hazard.inherit(parent.standing, node.standing, self._returns)
         parent.used = max(parent.used, node.used)
+        self._outlive(parent, node.block.expires)
         if not parent.children:
+            self._schedule(parent.block)
             self._n_leaves[parent.kind] += 1
             self._list(parent)
 
@@ -683,6 +821,7 @@ class HotTier:
             self._leaving.clear()
             self._reserved.clear()
             self._entries.clear()
+            self._due.clear()
             self._leaves = _no_leaves()
             self._ghosts = hazard.Ghosts()
             self._n_leaves = dict.fromkeys(CACHE_TYPES, 0)
@@ -751,9 +890,12 @@ class HotTier:
             yield key.hex(), "a leaf that can't be evicted"
         for *_, key in listed - wanted:
             yield key.hex(), "stands among the leaves that can be evicted, at a wrong place"
-        for key in self._nodes:
+        scheduled = {key for _, key in self._due}
+        for key, node in self._nodes.items():
             if key in self._ghosts:
                 yield key.hex(), "is here, and among those that left"
+            if node.block.expires and not node.children and key not in scheduled:
+                yield key.hex(), "expires, and nobody will look"
 
     def _check_entries(self) -> Iterable[tuple[str, str]]:
         for entry, (anchor, _) in self._entries.items():

@@ -1,8 +1,10 @@
 """All rows of the cold tier as one transaction sees and changes them.
 
 A block is one row each in ``index`` (immutable), ``use`` (small, rewritten on every touch),
-``order`` (leaves only), its rows in ``child`` and its pieces in ``blob``; its namespace counts
-it. One that left and is awaited is one row each in ``ghost`` and ``left``: see `hazard`.
+``order`` (leaves only) and maybe in ``due`` (leaves that expire), its rows in ``child`` and its
+pieces in ``blob``; its namespace counts it. One that is pinned has a row in ``pin``, and none in
+``order`` and ``due``, so that nothing that chooses among leaves sees it. One that left and is
+awaited is one row each in ``ghost`` and ``left``: see `hazard`.
 Every method that changes rows leaves all of them consistent, so that whatever part of a
 transaction's work was done before its commit is a valid store.
 
@@ -12,12 +14,13 @@ Nothing here knows how a transaction begins or ends, or LMDB beyond its transact
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 from tieredkv import hazard
-from tieredkv.core import BlockKey, CorruptBlob
+from tieredkv.core import BlockKey, CorruptBlob, later
 from tieredkv.hazard import Choice, Counters, Judge, Standing
 from tieredkv.keys import common_start
 from tieredkv.tiers.records import (
@@ -30,6 +33,7 @@ from tieredkv.tiers.records import (
     Use,
     child_group,
     child_rows,
+    due_key,
     left_key,
     order_key,
     order_place,
@@ -39,6 +43,7 @@ from tieredkv.tiers.records import (
     piece_key,
     segments,
     unpack_counters,
+    unpack_due,
     unpack_left,
     unpack_namespace,
     unpack_number,
@@ -66,6 +71,9 @@ _GHOST_PART = 64
 # Ghosts forgotten in a transaction, beyond twice those that it added.
 _FORGOTTEN = 64
 
+# Blocks that are looked at to find out whether all that is below one has expired.
+_LOOKED_AT = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Databases:
@@ -80,6 +88,8 @@ class Databases:
     blob: Any
     ghost: Any
     left: Any
+    due: Any
+    pin: Any
 
 
 DATABASES = tuple(field.name for field in fields(Databases))
@@ -270,13 +280,91 @@ class Rows:
                 probe = other[:-1]
         return found
 
-    def first_child(self, parent: bytes) -> BlockKey | None:
-        """Any child of ``parent``."""
+    def children(self, parent: bytes) -> Iterator[BlockKey]:
+        """The children of ``parent``."""
         group = child_group(parent, 0, b"")
         cursor = self._txn.cursor(self._dbs.child)
-        if cursor.set_range(group) and bytes(cursor.key()).startswith(group):
-            return BlockKey(bytes(cursor.value()))
-        return None
+        found = cursor.set_range(group)
+        while found and bytes(cursor.key()).startswith(group):
+            yield BlockKey(bytes(cursor.value()))
+            found = cursor.next()
+
+    def is_pinned(self, key: bytes) -> bool:
+        """Whether the block itself is pinned."""
+        return self._txn.get(key, db=self._dbs.pin) is not None
+
+    @property
+    def n_pins(self) -> int:
+        """Rows of ``pin``."""
+        return int(self._txn.stat(self._dbs.pin)["entries"])
+
+    def pins(self) -> dict[BlockKey, int]:
+        """When each block that is pinned was, in Unix ns; 0 where that is damaged."""
+        found: dict[BlockKey, int] = {}
+        for key, data in self.rows("pin"):
+            try:
+                found[BlockKey(key)] = unpack_number(data)
+            except CorruptBlob:
+                # It is for people only.
+                found[BlockKey(key)] = 0
+        return found
+
+    def first_due(self, now: int) -> BlockKey | None:
+        """The leaf that expires first, if it has at ``now``, Unix time in ns."""
+        cursor = self._txn.cursor(self._dbs.due)
+        if not cursor.first():
+            return None
+        expires, key = unpack_due(bytes(cursor.key()))
+        return key if expires <= now else None
+
+    def has_expired(self, key: BlockKey, now: int, gone: Container[BlockKey] = ()) -> bool:
+        """Whether a block that is here has expired at ``now``: it and all below it, of which
+        those in ``gone`` are known to have. In doubt it has, if there is very much below it.
+        """
+        pending = [key]
+        for _ in range(_LOOKED_AT):
+            if not pending:
+                return True
+            at = pending.pop()
+            expires = self.use(at).expires
+            if not expires or expires > now or self.is_pinned(at):
+                return False
+            below = (child for child in self.children(at) if child not in gone)
+            pending += islice(below, _LOOKED_AT)
+        return True
+
+    def expired_end(self, keys: Sequence[BlockKey], now: int) -> int:
+        """How many of ``keys``, leading blocks of a chain that are here, are left without those
+        at its end that have expired at ``now``.
+        """
+        n = len(keys)
+        if self.first_due(now) is None:
+            return n
+        gone: set[BlockKey] = set()
+        while n and self.has_expired(keys[n - 1], now, gone):
+            n -= 1
+            gone.add(keys[n])
+        return n
+
+    def starting(self, digits: str) -> Iterator[BlockKey]:
+        """The blocks whose keys begin with these hex digits."""
+        found = self._index.set_range(bytes.fromhex(digits[: len(digits) // 2 * 2]))
+        while found and (key := bytes(self._index.key())).hex() < digits + "g":
+            if key.hex().startswith(digits):
+                yield BlockKey(key)
+            found = self._index.next()
+
+    def origin(self, root: bytes) -> Origin | None:
+        """What a namespace's row says of it; None if it has no block."""
+        data = self._txn.get(root, db=self._dbs.namespace)
+        if data is None:
+            return None
+        _totals, base, description = unpack_namespace(bytes(data))
+        return Origin(base, description)
+
+    def has_leaves(self) -> bool:
+        """Whether there is a block that can be evicted."""
+        return bool(self._txn.cursor(self._dbs.order).first())
 
     def namespaces(self) -> Iterator[NamespaceRow]:
         """Every namespace that has a block."""
@@ -378,18 +466,20 @@ class Ledger(Rows):
         kind: int,
         grade: int,
         origin: Origin | None,
+        expires: int = 0,
     ) -> None:
         """Insert a block that isn't here and whose parent is.
 
-        ``kind`` is that of its standing, ``grade`` says how it ages. ``origin`` describes its
-        namespace; None leaves the description that is there.
+        ``kind`` is that of its standing, ``grade`` says how it ages, ``expires`` until when it is
+        kept. ``origin`` describes its namespace; None leaves the description that is there.
         """
         self._insert_rows(key, record, blob, origin)
         above = None if record.parent == record.root else record.parent
         ghost = self._pop_ghost(key)
         n_tokens = len(record.tokens) // 8
         standing = hazard.arrive(self, above, kind, n_tokens, ghost, self._clock, self._counters)
-        self._put_use(key, None, Use(standing, time.time_ns(), grade=grade))
+        use = Use(standing, time.time_ns(), grade=grade, expires=expires)
+        self._put_use(key, None, use)
         self._clock += self.piece_bytes(record.blob_bytes)
         self._n_added += 1
 
@@ -415,19 +505,49 @@ class Ledger(Rows):
             self._put_use(record.parent, parent, replace(parent, children=parent.children + 1))
         self._count_in(record, origin)
 
-    def touch(self, key: bytes) -> None:
-        """Record that a request's match ended here; nothing if the block isn't here."""
+    def touch(self, key: bytes, expires: int = 0) -> None:
+        """Record that a request's match ended here, and keep it until ``expires`` at least;
+        nothing if the block isn't here.
+        """
         if not self.has(key):
             return
         use = self.use(key)
-        standing = hazard.touch(use.standing, self._tick(), self._counters)
-        self._put_use(key, use, replace(use, standing=standing, used=time.time_ns()))
+        self._set_used(key, use, hazard.touch(use.standing, self._tick(), self._counters), expires)
 
-    def renew(self, key: bytes) -> None:
-        """Record that a block that is here was put again."""
+    def renew(self, key: bytes, expires: int = 0) -> None:
+        """Record that a block that is here was put again, to be kept until ``expires``."""
         use = self.use(key)
-        standing = hazard.renew(use.standing, self._tick(), self._counters)
-        self._put_use(key, use, replace(use, standing=standing, used=time.time_ns()))
+        self._set_used(key, use, hazard.renew(use.standing, self._tick(), self._counters), expires)
+
+    def _set_used(self, key: bytes, use: Use, standing: Standing, expires: int) -> None:
+        until = later(use.expires, expires)
+        self._put_use(key, use, replace(use, standing=standing, used=time.time_ns(), expires=until))
+
+    def outlive(self, key: bytes, expires: int) -> None:
+        """Let a block that is here expire no sooner than ``expires``."""
+        use = self.use(key)
+        until = later(use.expires, expires)
+        if until != use.expires:
+            self._put_use(key, use, replace(use, expires=until))
+
+    def pin(self, key: bytes, when: int) -> None:
+        """Protect a block that is here; one that is pinned stays as it is."""
+        if not self.is_pinned(key):
+            use = self.use(key)
+            self._list(key, use, None)
+            self._txn.put(key, pack_number(when), db=self._dbs.pin)
+
+    def hand_on_pin(self, old: bytes, new: bytes) -> None:
+        """If one block is pinned let another that is here be so too, since then."""
+        when = self._txn.get(old, db=self._dbs.pin)
+        if when is not None and not self.is_pinned(new):
+            self._list(new, self.use(new), None)
+            self._txn.put(new, bytes(when), db=self._dbs.pin)
+
+    def unpin(self, key: bytes) -> None:
+        """Protect a block no longer, if it was."""
+        if self._txn.delete(key, db=self._dbs.pin) and self.has(key):
+            self._list(key, None, self.use(key))
 
     def standing(self, key: bytes) -> Standing:
         """See `hazard.Places.standing`."""
@@ -456,9 +576,16 @@ class Ledger(Rows):
         """Give out no last use before ``clock`` any more."""
         self._clock = max(self._clock, clock)
 
-    def take_over(self, counters: Counters, ghosts: dict[BlockKey, Ghost]) -> None:
-        """Replace what was learned, and who is awaited."""
+    def take_over(
+        self, counters: Counters, ghosts: dict[BlockKey, Ghost], pins: dict[BlockKey, int]
+    ) -> None:
+        """Replace what was learned, who is awaited, and which of the blocks here are pinned."""
         self._counted = counters
+        for let_go in self.pins().keys() - pins.keys():
+            self.unpin(let_go)
+        for pinned, when in pins.items():
+            if self.has(pinned):
+                self.pin(pinned, when)
         for key, data in list(self.rows("ghost")):
             ghost = ghosts.get(BlockKey(key))
             if ghost is None or ghost.pack() != data:
@@ -492,8 +619,8 @@ class Ledger(Rows):
         return record, use.used
 
     def _heir(self, record: Record) -> tuple[int, int, BlockKey] | None:
-        """The place of the parent of a block that left, if it is a leaf now."""
-        if record.parent == record.root:
+        """The place of the parent of a block that left, if it can be evicted now."""
+        if record.parent == record.root or self.is_pinned(record.parent):
             return None
         use = self.use(record.parent)
         return None if use.children else (use.shelf, use.last, record.parent)
@@ -517,10 +644,10 @@ class Ledger(Rows):
         for number in range(record.n_pieces):
             self._txn.delete(piece_key(key, number), db=self._dbs.blob)
         self._txn.delete(key, db=self._dbs.index)
+        self._list(key, use, None)
+        self._txn.delete(key, db=self._dbs.pin)
         self._txn.delete(key, db=self._dbs.use)
         self._uses.pop(key, None)
-        self._txn.delete(order_key(use, key), db=self._dbs.order)
-        self._stirred.add(use.shelf)
         for row in child_rows(record.parent, key, record.tokens):
             self._txn.delete(row, db=self._dbs.child)
         if record.parent != record.root:
@@ -537,7 +664,7 @@ class Ledger(Rows):
         path = [key]
         removed = 0
         while path and removed < limit and self.has(key):
-            child = self.first_child(path[-1])
+            child = next(self.children(path[-1]), None)
             if child is not None:
                 path.append(child)
                 continue
@@ -589,9 +716,21 @@ class Ledger(Rows):
             cursor.delete()
 
     def _put_use(self, key: bytes, old: Use | None, new: Use) -> None:
-        """Write a use record and keep ``order`` to it: leaves only, at their last use."""
+        """Write a use record and keep ``order`` and ``due`` to it."""
+        self._list(key, old, new)
+        self._txn.put(key, new.pack(), db=self._dbs.use)
+        self._uses[key] = new
+
+    def _list(self, key: bytes, old: Use | None, new: Use | None) -> None:
+        """Take a block from among the leaves as which it has one use, and put it there with
+        another: one that has children or is pinned doesn't stand there.
+        """
+        if (old is None or old.children) and (new is None or new.children):
+            return
+        if self.is_pinned(key):
+            return
         listed = order_key(old, key) if old and not old.children else None
-        wanted = None if new.children else order_key(new, key)
+        wanted = order_key(new, key) if new and not new.children else None
         if listed != wanted:
             if listed:
                 self._txn.delete(listed, db=self._dbs.order)
@@ -599,16 +738,26 @@ class Ledger(Rows):
             if wanted:
                 self._txn.put(wanted, b"", db=self._dbs.order)
                 self._stirred.add(wanted[0])
-        self._txn.put(key, new.pack(), db=self._dbs.use)
-        self._uses[key] = new
+        due = due_key(old.expires, key) if old and listed and old.expires else None
+        coming = due_key(new.expires, key) if new and wanted and new.expires else None
+        if due != coming:
+            if due:
+                self._txn.delete(due, db=self._dbs.due)
+            if coming:
+                self._txn.put(coming, b"", db=self._dbs.due)
 
     def _orphaned_by(self, parent: bytes, child: Use) -> None:
         use = self.use(parent)
         if not use.children:
             raise CorruptBlob("parent that counts no children")
         standing = hazard.inherit(use.standing, child.standing, self._counters)
-        used = max(use.used, child.used)
-        left = replace(use, standing=standing, used=used, children=use.children - 1)
+        left = replace(
+            use,
+            standing=standing,
+            used=max(use.used, child.used),
+            children=use.children - 1,
+            expires=later(use.expires, child.expires),
+        )
         self._put_use(parent, use, left)
 
     def _count_in(self, record: Record, origin: Origin | None) -> None:

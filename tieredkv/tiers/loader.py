@@ -41,6 +41,7 @@ class Stored:
     key: BlockKey
     record: Record
     grade: int
+    expires: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,7 @@ class Loader:
             fetched.parsed.specs,
             tensors if into is None else tuple(into),
             fetched.stored.grade,
+            fetched.stored.expires,
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from tieredkv.core import (
     Allocate,
@@ -12,9 +13,19 @@ from tieredkv.core import (
     ColdCounters,
     Namespace,
     Partial,
+    Pinned,
+    PinRefused,
+    Place,
     Problem,
 )
 from tieredkv.tiers.ledger import Rows
+
+
+def _no_disk() -> PinRefused:
+    return PinRefused(
+        "no_cold",
+        "prompts are kept in memory only here, where none can be pinned: give a directory",
+    )
 
 
 class NullTier:
@@ -23,6 +34,7 @@ class NullTier:
     cap_bytes = 0
     n_bytes = 0
     n_blocks = 0
+    pinned_bytes = 0
 
     def lookup(self, chain: Chain, start: int = 0) -> int:  # noqa: ARG002 - the contract's names
         """Nothing beyond ``start``."""
@@ -59,8 +71,12 @@ class NullTier:
         """None held."""
         return 0
 
-    def touch(self, keys: Sequence[BlockKey]) -> None:
+    def touch(self, keys: Sequence[BlockKey], expires: int = 0) -> None:
         """Nothing to touch."""
+
+    def expire(self, now: int) -> int:  # noqa: ARG002 - as above
+        """Nothing expires."""
+        return 0
 
     def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:
         """Nothing to judge."""
@@ -86,6 +102,30 @@ class NullTier:
     def counters(self) -> ColdCounters:
         """All zero."""
         return ColdCounters()
+
+    def prune(self, criteria: Any) -> Iterator[Any]:  # noqa: ARG002 - as above
+        """Nothing goes."""
+        return iter(())
+
+    def meant(self, criteria: Any) -> frozenset[BlockKey]:  # noqa: ARG002 - as above
+        """None."""
+        return frozenset()
+
+    def pin(self, places: Sequence[Place]) -> Pinned:  # noqa: ARG002 - as above
+        """Refuses."""
+        raise _no_disk()
+
+    def unpin(self, places: Sequence[Place]) -> Pinned:  # noqa: ARG002 - as above
+        """Refuses."""
+        raise _no_disk()
+
+    def pin_id(self, prefix_id: str) -> Pinned:  # noqa: ARG002 - as above
+        """Refuses."""
+        raise _no_disk()
+
+    def unpin_id(self, prefix_id: str) -> Pinned:  # noqa: ARG002 - as above
+        """Refuses."""
+        raise _no_disk()
 
     def close(self) -> None:
         """Nothing to release."""

@@ -72,6 +72,7 @@ class _Survey:
     entries: dict[BlockKey, _Entry]
     origins: dict[bytes, Origin]
     ghosts: dict[BlockKey, Ghost]
+    pins: dict[BlockKey, int]
     counters: Counters
     live_bytes: int
     cap: int
@@ -84,7 +85,8 @@ def rebuild(
     """Replace the store in ``directory`` by one of all its sound blocks.
 
     Sound is a block whose record and blob are, and all of whose ancestors are. It keeps its
-    standing, last use, grade and time of writing; what was learned of returns is kept too.
+    standing, last use, grade, expiry, pin and time of writing; what was learned of returns is kept
+    too.
     ``progress`` is told the bytes copied, of how many.
     Needs as much free disk as the store has in use. Killed at any point it leaves the old store,
     or the new one. Other processes go on, and change over with their next write.
@@ -200,6 +202,7 @@ def _survey(rows: Rows) -> _Survey:
         entries,
         dict(_origins(rows)),
         {key: ghost for key, ghost in _ghosts(rows, clock) if key not in entries},
+        rows.pins(),
         rows.counters(),
         rows.live_bytes(),
         rows.number(CAP) or 0,
@@ -311,6 +314,6 @@ def _set_uses(uses: Sequence[tuple[BlockKey, Use]], ledger: Ledger) -> None:
 
 def _set_rest(survey: _Survey, ledger: Ledger) -> None:
     ledger.advance(survey.clock)
-    ledger.take_over(survey.counters, survey.ghosts)
+    ledger.take_over(survey.counters, survey.ghosts, survey.pins)
     if survey.cap:
         ledger.set_number(CAP, survey.cap)

@@ -25,11 +25,12 @@ MAX_TOKENS = 4096
 SEGMENT_BYTES = 400
 CHILD_ID_BYTES = 8
 TICK_BYTES = 8
+TIME_BYTES = 8
 
 _RECORD = struct.Struct("<II32s32s16sIIQQQ")
 _CRC = struct.Struct("<I")
 _STANDING = struct.Struct("<QIIIIBB2x")
-_USE = struct.Struct("<QII")
+_USE = struct.Struct("<QIIQ")
 _LEFT = struct.Struct("<Q")
 _NAMESPACE = struct.Struct("<QQQ32s")
 _NUMBER = struct.Struct("<Q")
@@ -135,13 +136,14 @@ def unpack_standing(data: bytes) -> Standing:
 @dataclass(frozen=True, slots=True)
 class Use:
     """What ``use`` holds of a block: its standing, when it was used last in Unix ns, its children,
-    and the grade of its ageing.
+    the grade of its ageing, and when it expires in Unix ns, 0 for never.
     """
 
     standing: Standing
     used: int = 0
     children: int = 0
     grade: int = 0
+    expires: int = 0
 
     @property
     def last(self) -> int:
@@ -154,8 +156,9 @@ class Use:
         return shelf_of(self.standing.of_class, self.grade)
 
     def pack(self) -> bytes:
-        """44 bytes."""
-        return pack_standing(self.standing) + _USE.pack(self.used, self.children, self.grade)
+        """52 bytes."""
+        numbers = _USE.pack(self.used, self.children, self.grade, self.expires)
+        return pack_standing(self.standing) + numbers
 
     @classmethod
     def unpack(cls, data: bytes) -> Use:
@@ -272,6 +275,13 @@ def namespace_of(fields: Mapping[str, object], salt: bytes) -> Namespace:
     )
 
 
+def label(description: bytes) -> str:
+    """A namespace's name for people; CorruptBlob if it isn't described as it must be."""
+    fields = described(description)
+    name = str(fields.get("name") or fields.get("model") or "(not described)")
+    return f"{name}{' (salted)' * bool(fields.get('salted'))}"
+
+
 def pack_number(value: int) -> bytes:
     """A value of ``meta``: 8 bytes."""
     return _NUMBER.pack(value)
@@ -320,6 +330,16 @@ def unpack_order(row: bytes) -> tuple[int, int, BlockKey]:
     """Shelf, last use and block key of a row of ``order``."""
     last = int.from_bytes(row[1 : 1 + TICK_BYTES], "big")
     return row[0], last, BlockKey(row[1 + TICK_BYTES :])
+
+
+def due_key(expires: int, key: bytes) -> bytes:
+    """Key of a leaf in ``due``: the first that expires first."""
+    return expires.to_bytes(TIME_BYTES, "big") + key
+
+
+def unpack_due(row: bytes) -> tuple[int, BlockKey]:
+    """When a leaf expires, and its key, of a row of ``due``."""
+    return int.from_bytes(row[:TIME_BYTES], "big"), BlockKey(row[TIME_BYTES:])
 
 
 def left_key(left: int, key: bytes) -> bytes:

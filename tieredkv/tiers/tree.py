@@ -18,7 +18,7 @@ import numpy as np
 
 from tieredkv.core import BlockKey
 from tieredkv.hazard import BLOCK, STATE
-from tieredkv.keys import short_id
+from tieredkv.keys import prefix_id
 from tieredkv.tiers.ledger import NamespaceRow, Rows
 from tieredkv.tiers.records import Record, described, namespace_of
 
@@ -299,7 +299,7 @@ def _node(
     tokens = sum(table.tokens[i] for i in run)
     blob_bytes = sum(table.blob[i] for i in run)
     return Node(
-        id=short_id(table.keys[last]),
+        id=prefix_id(table.keys[last]),
         parent=parent,
         level=level,
         blocks=len(run),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tieredkv.core import BlockKey
+from tieredkv.tiers import pins
 from tieredkv.tiers.ledger import CAP, DISK, ENCODED, Origin, Rows
 from tieredkv.tiers.records import Record, Totals, described
 
@@ -35,7 +36,8 @@ class NamespaceUsage:
 class ColdUsage:
     """What a cold directory holds: bytes of its file, of its pages in use, and its cap. And what
     went into it since the file was made, but for the last commit of each process: encoded bytes of
-    blocks, and bytes that went to the disk for them, see `core.ColdCounters`.
+    blocks, and bytes that went to the disk for them, see `core.ColdCounters`. ``pinned_blocks``
+    can't be evicted for a pin of theirs or of one below; their pieces take ``pinned_bytes``.
     """
 
     file_bytes: int
@@ -44,6 +46,8 @@ class ColdUsage:
     blocks: int
     encoded_bytes: int
     disk_bytes: int
+    pinned_blocks: int
+    pinned_bytes: int
     namespaces: tuple[NamespaceUsage, ...]
 
 
@@ -59,6 +63,7 @@ def survey(rows: Rows, file_bytes: int) -> ColdUsage:
         for row in rows.namespaces()
     )
     cap = rows.number(CAP) or 0
+    pinned = pins.protected(rows)
     return ColdUsage(
         file_bytes,
         rows.live_bytes(),
@@ -66,6 +71,8 @@ def survey(rows: Rows, file_bytes: int) -> ColdUsage:
         rows.n_blocks,
         rows.number(ENCODED) or 0,
         rows.number(DISK) or 0,
+        len(pinned),
+        sum(map(rows.piece_bytes, pinned.values())),
         namespaces,
     )
 

@@ -10,11 +10,13 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
-from tieredkv.core import Block, BlockKey, Tier
+from tieredkv.core import Block, BlockKey, Tier, later
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -28,6 +30,9 @@ _NICENESS = 10
 
 # How long a recorded use may wait for company before it is written.
 _TOUCH_SECONDS = 1.0
+
+# How often what has expired is deleted. It isn't found before either.
+_SWEEP_SECONDS = 5.0
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -51,7 +56,9 @@ class Writer:
         self._jobs: deque[deque[Block]] = deque()
         self._pending: set[BlockKey] = set()
         self._n_bytes = 0
-        self._touched: dict[BlockKey, None] = {}
+        # Until when each block that was used is to be kept.
+        self._touched: dict[BlockKey, int] = {}
+        self._next_sweep = time.monotonic() + _SWEEP_SECONDS
         self._n_faults = 0
         self._busy = False
         self._closing = False
@@ -91,11 +98,11 @@ class Writer:
                 self._changed.notify_all()
             return len(taken)
 
-    def touch(self, key: BlockKey) -> None:
-        """Record a use in the tier, some time soon."""
+    def touch(self, key: BlockKey, expires: int = 0) -> None:
+        """Record a use in the tier, some time soon: see `core.Tier.touch`."""
         with self._changed:
-            self._touched.pop(key, None)
-            self._touched[key] = None
+            before = self._touched.pop(key, expires)
+            self._touched[key] = later(before, expires)
             if len(self._touched) == 1:
                 self._changed.notify_all()
 
@@ -129,13 +136,14 @@ class Writer:
             except MemoryError:
                 self._guarded(self._give_up, [], None)
                 continue
-            if not batch and not touched:
-                break
             # A request's match is told before what it adds.
-            if touched:
-                self._guarded(self._tier.touch, touched, None)
+            for expires, keys in touched.items():
+                self._guarded(partial(self._tier.touch, expires=expires), keys, None)
             if batch:
                 self._write(batch)
+            self._sweep()
+            if self._is_over:
+                break
         with self._changed:
             self._busy = False
             self._changed.notify_all()
@@ -149,6 +157,18 @@ class Writer:
             self._n_bytes = 0
         _LOG.warning("tieredkv: out of memory: %d blocks that waited are not stored", len(keys))
         self._done(keys, 0)
+
+    def _sweep(self) -> None:
+        """Delete what has expired in the tier, every now and then."""
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + _SWEEP_SECONDS
+        self._guarded(lambda _: self._tier.expire(time.time_ns()), [], 0)
+
+    @property
+    def _is_over(self) -> bool:
+        with self._changed:
+            return self._closing and not self._jobs and not self._touched
 
     def _guarded(self, act: Callable[[list[_T]], _R], items: list[_T], otherwise: _R) -> _R:
         """What ``act`` returns; ``otherwise``, and a log line, if it fails against its contract."""
@@ -164,17 +184,23 @@ class Writer:
                 )
             return otherwise
 
-    def _next(self) -> tuple[list[Block], list[BlockKey]]:
-        """Wait for the next batch of one job and the uses recorded; nothing at all when closing."""
+    def _next(self) -> tuple[list[Block], dict[int, list[BlockKey]]]:
+        """Wait for the next batch of one job and the uses recorded, by expiry, or for the next
+        sweep; nothing at all when closing.
+        """
         with self._changed:
             self._busy = False
             self._changed.notify_all()
             while not self._jobs and not self._closing:
-                patience = _TOUCH_SECONDS if self._touched else None
+                patience = max(0.0, self._next_sweep - time.monotonic())
+                if self._touched:
+                    patience = min(patience, _TOUCH_SECONDS)
                 if not self._changed.wait(patience):
                     break
             self._busy = True
-            touched = list(self._touched)
+            touched: dict[int, list[BlockKey]] = {}
+            for key, expires in self._touched.items():
+                touched.setdefault(expires, []).append(key)
             self._touched.clear()
             return self._take(), touched
 
