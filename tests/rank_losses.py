@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import mlx.core as mx
 
@@ -56,7 +57,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 @dataclass
 class Report:
     """What came of it. Tokens ``reused``, and those that the better and the lesser of both ranks
-    knew of the same prompts; ``losses`` by rank and kind.
+    knew of the same prompts; ``losses`` by rank and kind. After a prompt was pinned, and after all
+    was deleted: ``pinned_bytes`` and ``left_blocks`` by rank.
     """
 
     requests: int = 0
@@ -67,6 +69,8 @@ class Report:
     better: int = 0
     lesser: int = 0
     losses: list[dict[str, int]] = field(default_factory=list)
+    pinned_bytes: list[int] = field(default_factory=list)
+    left_blocks: list[int] = field(default_factory=list)
     stats: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -99,8 +103,7 @@ class LossyCache(TieredPromptCache):
         if _is_salted(tokens):
             return super().fetch_nearest_cache(model, tokens)
         self.flush(5)
-        self._heal()
-        self._heal = lambda: None
+        self.heal()
         if self._dice.random() < 0.35:
             kind = self._dice.choice([*self._kinds])
             self.losses[kind] += 1
@@ -120,6 +123,16 @@ class LossyCache(TieredPromptCache):
     def counted(self) -> dict[str, Any]:
         return asdict(self.stats())
 
+    def heal(self) -> None:
+        self._heal()
+        self._heal = lambda: None
+
+    def pinned(self) -> int:
+        return self.pinned_bytes
+
+    def left(self) -> int:
+        return self.stats().hot.n_blocks + self.stats().cold.n_blocks
+
     # ---- losses
 
     def _some_block(self, model: Hashable, tokens: Sequence[int]) -> bytes | None:
@@ -131,18 +144,21 @@ class LossyCache(TieredPromptCache):
     def _evict(self, model: Hashable, tokens: Sequence[int]) -> None:
         self.trim_to(n_bytes=0)
         if key := self._some_block(model, tokens):
-            self._store.cold._write(lambda ledger, _: ledger.remove_subtree(key, 1000))
+            self._store.cold._write(
+                lambda ledger, _: ledger.record(key) and ledger.remove_subtree(key, 1000)
+            )
 
     def _damage(self, model: Hashable, tokens: Sequence[int]) -> None:
         self.trim_to(n_bytes=0)
-        if key := self._some_block(model, tokens):
-            self._store.cold._write(
-                lambda ledger, _: ledger._txn.put(
-                    piece_key(key, 0),
-                    bytes(min(65512, ledger.record(key).blob_bytes)),
-                    db=ledger._dbs.blob,
-                )
-            )
+        key = self._some_block(model, tokens)
+
+        def overwrite(ledger: Any, _: Any) -> None:
+            if record := ledger.record(key):
+                zeros = bytes(min(65512, record.blob_bytes))
+                ledger._txn.put(piece_key(key, 0), zeros, db=ledger._dbs.blob)
+
+        if key:
+            self._store.cold._write(overwrite)
 
     def _delete(self, *_: Any) -> None:
         self.trim_to(n_bytes=0)
@@ -257,6 +273,24 @@ def leave(server: Local, body: dict[str, Any], seconds: float) -> None:
     connection.close()
 
 
+def administer(server: Local, report: Report) -> None:
+    """Pin a prompt and delete everything, through the API of the first rank."""
+    on_all = server.generator.on_all_ranks
+    on_all("heal")
+    prompt = {"messages": [{"role": "user", "content": "to be pinned " * 8}]}
+    server.chat(**prompt)
+    pinned = server.post(prompt, "/v1/cache/pin")
+    if pinned.status != 200:
+        raise RuntimeError(pinned.body)
+    report.pinned_bytes = on_all("pinned")
+    by_id = server.post({"id": pinned.body["id"]}, "/v1/cache/unpin")
+    if by_id.status != 409:
+        raise RuntimeError(by_id.body)
+    gone = Request(f"http://127.0.0.1:{server.port}/v1/cache?pinned=true", method="DELETE")
+    urlopen(gone, timeout=60).close()
+    report.left_blocks = on_all("left")
+
+
 # ---- a rank
 
 
@@ -282,6 +316,7 @@ def rank_main(options: argparse.Namespace) -> None:
             report.reused += restored[0]
             report.better += max(known)
             report.lesser += min(known)
+        administer(server, report)
         report.losses = server.generator.on_all_ranks("lost")
         report.stats = server.generator.on_all_ranks("counted")
         (folder / "report.json").write_text(json.dumps(asdict(report)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import rank_losses
 from caches import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server import Endpoint, free_port
+from server import Endpoint, Reply, free_port
 
 from tieredkv import TieredPromptCache
 from tieredkv.ranks import Alone, Attempt, agreed
@@ -204,14 +205,25 @@ def test_what_cannot_be_sent_to_other_ranks_comes_as_its_text():
     assert str(result) == "Odd: 3 blocks"
 
 
-@pytest.mark.parametrize(("case", "n_requests"), [("tensor", 10), ("hybrid", 8)])
-def test_two_ranks_that_lose_their_state_answer_right(case, n_requests, tmp_path):
+@pytest.fixture(scope="module", params=[("tensor", 8), ("hybrid", 6)], ids=["tensor", "hybrid"])
+def report(request, tmp_path_factory) -> rank_losses.Report:
+    case, n_requests = request.param
+    return rank_losses.run(case, n_requests, 3, tmp_path_factory.mktemp(case))
+
+
+def test_two_ranks_that_lose_their_state_answer_right(report):
     """If this failed, a rank that lost a block alone would give nonsense, or hang for ever."""
-    report = rank_losses.run(case, n_requests, 3, tmp_path)
     assert (report.wrong, report.hung) == (0, 0)
-    assert report.requests >= n_requests
-    assert 0 < report.reused <= report.lesser
     assert all(report.losses)
+    assert 0 < report.reused <= report.lesser
+
+
+def test_what_is_asked_of_the_first_rank_is_done_on_all(report):
+    """If this failed, a pinned prompt would be evicted on the other ranks, and deleted ones stay
+    on their disks.
+    """
+    assert all(report.pinned_bytes)
+    assert report.left_blocks == [0, 0]
 
 
 class Job(Endpoint):
@@ -236,25 +248,79 @@ class Job(Endpoint):
         except OSError:
             return False
 
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        rank_losses.end(self.process)
-
-
-def test_a_prompt_outlives_a_restart_of_two_ranks(tmp_path):
-    """If this failed, models on several machines would be served without the cold tier."""
-    rank_losses.make_model(tmp_path / "model", "tensor")
-    question = [{"role": "user", "content": "what is the sea made of " * 12}]
-    with Job(tmp_path) as job:
-        first = job.chat(question, seed=1)
-        os.killpg(job.process.pid, signal.SIGINT)
+    def interrupt(self) -> float:
+        """Ctrl-C in the terminal of mlx.launch; seconds until all have ended."""
         started = time.monotonic()
-        job.process.wait(20)
-        assert time.monotonic() - started < 4, "they waited for each other"
-    with Job(tmp_path) as job:
-        again = job.chat(question, seed=1)
-        assert again.n_cached >= again.n_prompt - 1
-        assert again.text == first.text
-        os.killpg(job.process.pid, signal.SIGKILL)
+        os.killpg(self.process.pid, signal.SIGINT)
+        self.process.wait(30)
+        return time.monotonic() - started
+
+
+QUESTION = [{"role": "user", "content": "what is the sea made of " * 12}]
+
+
+@dataclass
+class Served:
+    """An answer, how long the ranks that gave it took to end, and their successors."""
+
+    first: Reply
+    seconds_to_end: float
+    job: Job
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    rank_losses.make_model(folder / "model", "tensor")
+    job = Job(folder)
+    try:
+        first = job.chat(QUESTION, seed=1)
+        seconds = job.interrupt()
+        job = Job(folder)
+        yield Served(first, seconds, job)
+    finally:
+        rank_losses.end(job.process)
+
+
+def test_ranks_end_together_on_an_interrupt(served):
+    """If this failed, a rank would wait for one that has ended until it is killed."""
+    assert served.seconds_to_end < 4
+
+
+def test_a_prompt_outlives_a_restart_of_two_ranks(served):
+    """If this failed, models on several machines would be served without the cold tier."""
+    again = served.job.chat(QUESTION, seed=1)
+    assert again.n_cached >= again.n_prompt - 1
+    assert again.text == served.first.text
+
+
+def test_a_client_that_leaves_stops_its_request_on_all_ranks(served):
+    """If this failed, ranks would wait for ever for the one whose client has left."""
+    body = {"messages": QUESTION, "seed": 1, "stream": True, "max_tokens": 100_000}
+    connection = served.job.send(body)
+    assert connection.recv(1)
+    connection.close()
+    assert served.job.chat(QUESTION, seed=1).text == served.first.text
+
+
+def test_a_rank_that_is_killed_ends_the_job(served):
+    """If this failed, the others would hold their memory and answer nobody for ever."""
+    (other,) = [pid for pid in _ranks(served.job.process.pid) if _rank(pid) == "1"]
+    os.kill(other, signal.SIGKILL)
+    assert served.job.process.wait(20) is not None
+    assert not _ranks(served.job.process.pid)
+
+
+def _ranks(group: int) -> list[int]:
+    """Processes of a group that are ranks."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.getpgid(int(folder.name)) == group and _rank(int(folder.name)):
+                found.append(int(folder.name))
+    return found
+
+
+def _rank(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((v[9:].decode() for v in variables if v.startswith(b"MLX_RANK=")), "")

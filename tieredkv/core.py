@@ -78,6 +78,9 @@ class PinRefused(TieredKVError):
         super().__init__(detail)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[PinRefused], tuple[str, str]]:
+        return PinRefused, (self.reason, str(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Namespace:

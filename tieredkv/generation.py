@@ -439,26 +439,35 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
                 if not self.generation_available():
                     raise GenerationEnded("the generation thread has ended") from None
 
+    @property
+    def n_ranks(self) -> int:
+        """How many processes serve a model together."""
+        return self.cache.ranks.size
+
     def on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the cache, one that any thread may call, on every rank, in one order
-        with the requests. Waits for the step under way; with one rank, for nothing.
+        with the requests: it waits for the step under way, and the next one for it. With one rank
+        nothing waits.
 
         Returns:
-            What it came to on each rank, by rank: a result or an exception.
+            What it came to, by rank.
 
         Raises:
             GenerationEnded: nothing is done any more.
-            pickle.PicklingError, TypeError, AttributeError: arguments that can't be sent.
+            Exception: what it raised on the first rank on which it did.
         """
         if not self._is_distributed:
             return [getattr(self.cache, method)(*arguments)]
         if not self.generation_available():
             raise GenerationEnded("the generation thread has ended")
         order = _Order(method, arguments)
-        pickle.dumps(order)  # what can't be sent would end the generation thread
+        pickle.dumps(order)  # here, since what can't be sent would end the generation thread
         answers = _Responses(_stays, Course(), self.cache)
         self.requests.put((answers, order, None))
         results: list[Any] = self._await_response(answers)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
         return results
 
     def stop_and_join(self) -> None:
