@@ -351,6 +351,26 @@ def launch(script: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
+def start_ranks(script: Sequence[str], logs: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
+    """Ranks as ``mlx.launch`` starts them, without its watching over them: one for each log."""
+    hosts = logs[0].with_name("hosts")
+    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in logs]))
+    processes = []
+    for rank, log in enumerate(logs):
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "MLX_HOSTFILE": str(hosts),
+            "MLX_RANK": str(rank),
+        }
+        with log.open("wb") as out:
+            command = [sys.executable, *script]
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+            )
+    return processes
+
+
 def run(case: str, n_requests: int, seed: int, folder: Path) -> Report:
     """Serve so many requests with two ranks that lose their caches' content."""
     make_model(folder / "model", case)

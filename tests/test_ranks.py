@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
 import signal
 import threading
@@ -227,19 +225,19 @@ def test_what_is_asked_of_the_first_rank_is_done_on_all(report):
 
 
 class Job(Endpoint):
-    """``tieredkv serve`` on two ranks that share a directory."""
+    """``tieredkv serve`` on two ranks that share a directory, with nobody who watches over them."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.port = free_port()
-        self.log = folder / "log"
-        serve = ["-m", "tieredkv", "serve", "--model", str(folder / "model"), *flags]
+        self.logs = [folder / "log0", folder / "log1"]
+        serve = ["-m", "tieredkv", "serve", "--model", str(folder / "model")]
         serve += ["--port", str(self.port), "--prompt-cache-dir", str(folder / "cold")]
-        self.process = rank_losses.launch(serve, self.log)
+        self.ranks = rank_losses.start_ranks(serve, self.logs)
         deadline = time.monotonic() + 60
         while not self._is_up():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                rank_losses.end(self.process)
-                raise RuntimeError(self.log.read_text())
+            if any(r.poll() is not None for r in self.ranks) or time.monotonic() > deadline:
+                self.kill()
+                raise RuntimeError([log.read_text() for log in self.logs])
             time.sleep(0.1)
 
     def _is_up(self) -> bool:
@@ -248,12 +246,14 @@ class Job(Endpoint):
         except OSError:
             return False
 
-    def interrupt(self) -> float:
-        """Ctrl-C in the terminal of mlx.launch; seconds until all have ended."""
-        started = time.monotonic()
-        os.killpg(self.process.pid, signal.SIGINT)
-        self.process.wait(30)
-        return time.monotonic() - started
+    def ended(self) -> list[int]:
+        """Exit statuses of the ranks, which are to end now."""
+        return [r.wait(20) for r in self.ranks]
+
+    def kill(self) -> None:
+        for r in self.ranks:
+            r.kill()
+            r.wait()
 
 
 QUESTION = [{"role": "user", "content": "what is the sea made of " * 12}]
@@ -261,10 +261,11 @@ QUESTION = [{"role": "user", "content": "what is the sea made of " * 12}]
 
 @dataclass
 class Served:
-    """An answer, how long the ranks that gave it took to end, and their successors."""
+    """An answer, how the ranks that gave it ended on an interrupt, and their successors."""
 
     first: Reply
-    seconds_to_end: float
+    statuses: list[int]
+    logs: list[str]
     job: Job
 
 
@@ -275,16 +276,20 @@ def served(tmp_path_factory) -> Iterator[Served]:
     job = Job(folder)
     try:
         first = job.chat(QUESTION, seed=1)
-        seconds = job.interrupt()
+        for r in job.ranks:
+            r.send_signal(signal.SIGINT)
+        statuses = job.ended()
+        logs = [log.read_text() for log in job.logs]
         job = Job(folder)
-        yield Served(first, seconds, job)
+        yield Served(first, statuses, logs, job)
     finally:
-        rank_losses.end(job.process)
+        job.kill()
 
 
 def test_ranks_end_together_on_an_interrupt(served):
     """If this failed, a rank would wait for one that has ended until it is killed."""
-    assert served.seconds_to_end < 4
+    assert served.statuses == [0, 0]
+    assert not any("didn't end" in log for log in served.logs), served.logs
 
 
 def test_a_prompt_outlives_a_restart_of_two_ranks(served):
@@ -303,24 +308,7 @@ def test_a_client_that_leaves_stops_its_request_on_all_ranks(served):
     assert served.job.chat(QUESTION, seed=1).text == served.first.text
 
 
-def test_a_rank_that_is_killed_ends_the_job(served):
+def test_a_rank_ends_when_another_is_killed(served):
     """If this failed, the others would hold their memory and answer nobody for ever."""
-    (other,) = [pid for pid in _ranks(served.job.process.pid) if _rank(pid) == "1"]
-    os.kill(other, signal.SIGKILL)
-    assert served.job.process.wait(20) is not None
-    assert not _ranks(served.job.process.pid)
-
-
-def _ranks(group: int) -> list[int]:
-    """Processes of a group that are ranks."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(folder.name)) == group and _rank(int(folder.name)):
-                found.append(int(folder.name))
-    return found
-
-
-def _rank(pid: int) -> str:
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((v[9:].decode() for v in variables if v.startswith(b"MLX_RANK=")), "")
+    served.job.ranks[1].kill()
+    assert served.job.ended()[0] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import os
 import pickle
 import queue
@@ -28,6 +29,8 @@ from tieredkv.journal import Course, Journal
 from tieredkv.patch import in_upstream, make_rings_exact
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
 from tieredkv.texts import Texts
+
+_LOG = logging.getLogger("tieredkv")
 
 # How long a signal waits for the step under way before the process ends without it.
 _STOP_SECONDS = 5.0
@@ -482,6 +485,8 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         else:
             self._stop = True
         self._generation_thread.join(_STOP_SECONDS)
+        if self._generation_thread.is_alive():
+            _LOG.warning("tieredkv: the step under way didn't end in time; ending without it")
 
 
 def _until(should_stop: Callable[[], bool], responses: Iterator[Any]) -> Iterator[Any]:

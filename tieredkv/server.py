@@ -114,8 +114,9 @@ def run(args: argparse.Namespace) -> int:
         generator.stop_and_join()
         _LOG.info("tieredkv: ended with %s", cache.stats())
         cache.close()
-    if generator.generation_available():
-        # A prefill step can't be interrupted, and nothing needs its end.
+    if generator.generation_available() or cache.ranks.size > 1:
+        # A prefill step can't be interrupted, and nothing needs its end. MLX's threads that talk to
+        # other ranks may abort a process that ends in the regular way.
         logging.shutdown()
         os._exit(status)
     return status
