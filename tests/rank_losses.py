@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -39,8 +40,8 @@ import tieredkv.server  # noqa: E402
 from tieredkv import TieredPromptCache, keys  # noqa: E402
 from tieredkv.tiers.records import piece_key  # noqa: E402
 
-# A request takes a second at most; one that hangs, for ever.
-_HUNG_SECONDS = 60
+# A request takes seconds at most, on a busy machine; one that hangs, for ever.
+_HUNG_SECONDS = 100
 _SAME = 1e-2
 # Prompts of some hundred tokens are of several blocks then.
 _BLOCK_TOKENS = 32
@@ -241,7 +242,7 @@ def _same(a: Reply, b: Reply) -> bool:
     return all(abs(x["logprob"] - y["logprob"]) < _SAME for x, y in pairs)
 
 
-def drive(server: Local, n_requests: int, report: Report) -> None:
+def drive(server: Local, n_requests: int, report: Report, folder: Path) -> None:
     """Ask for each answer twice: of the cache, and in a tenant that has nothing stored. Now and
     then two clients ask at once, and another one leaves before its answer.
     """
@@ -251,6 +252,7 @@ def drive(server: Local, n_requests: int, report: Report) -> None:
             bodies = [talk.next() for _ in range(dice.choice([1, 1, 1, 2]))]
             if dice.random() < 0.1:
                 leave(server, bodies[0], dice.random())
+            (folder / "progress").write_text(str(report.requests))
             for body, answer, bare in clients.map(partial(ask, server), bodies):
                 report.requests += 1
                 report.wrong += not _same(answer, bare)
@@ -299,6 +301,7 @@ def rank_main(options: argparse.Namespace) -> None:
     tieredkv.server.TieredPromptCache = LossyCache  # type: ignore[misc]  # what open_cache makes
     rank = mx.distributed.init().rank()
     folder = Path(options.folder)
+    faulthandler.register(signal.SIGUSR1, (folder / f"stacks{rank}").open("w"))
     flags = ["--pipeline"] if CASES[options.case][1] == "pipeline" else []
     cold = folder / f"cold{rank}"
     with Local(folder / "model", cold, *flags, "--prefill-checkpoint", "32") as server:
@@ -306,7 +309,7 @@ def rank_main(options: argparse.Namespace) -> None:
             server.generator.join()
             return
         report, start = Report(), time.monotonic()
-        drive(server, options.requests, report)
+        drive(server, options.requests, report, folder)
         report.seconds = round(time.monotonic() - start, 1)
         fetched = server.generator.on_all_ranks("fetched")
         for pairs in zip(*fetched, strict=True):
@@ -379,14 +382,31 @@ def run(case: str, n_requests: int, seed: int, folder: Path) -> Report:
     log = folder / "log"
     process = launch([*me, *more], log)
     try:
-        process.wait(_HUNG_SECONDS + 3 * n_requests)
-    except subprocess.TimeoutExpired:
-        return Report(hung=1)
+        hung = not ends(process, folder / "progress")
     finally:
         end(process)
+    if hung:
+        for each in (log, folder / "stacks0", folder / "stacks1"):
+            print(each.name, each.read_text()[-10_000:], sep="\n", file=sys.stderr)
+        return Report(requests=int((folder / "progress").read_text()), hung=1)
     if process.returncode or not (folder / "report.json").exists():
         raise RuntimeError(f"the ranks failed:\n{log.read_text()[-4000:]}")
     return Report(**json.loads((folder / "report.json").read_text()))
+
+
+def ends(process: subprocess.Popen[bytes], progress: Path) -> bool:
+    """Wait for the ranks' end; False, with their threads' stacks in the log, if they hang."""
+    seen, since = "", time.monotonic()
+    while process.poll() is None:
+        now = progress.read_text() if progress.exists() else ""
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if time.monotonic() - since > _HUNG_SECONDS:
+            os.killpg(process.pid, signal.SIGUSR1)
+            time.sleep(2)
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
