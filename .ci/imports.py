@@ -76,9 +76,9 @@ EMPTY = ("commands.__init__", "tiers.__init__")
 ROOMS = {
     "mlx": (
         "restored",
-        "ranks",
         "patch",
         "layout",
+        "ranks",
         "tiers.hot",
         "prompt_cache",
         "prefill",
