@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -334,11 +335,21 @@ def make_model(folder: Path, case: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def adjacent_ports() -> int:
+    """The first of two free ports, below those that systems give to clients."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 30_000)
+        with contextlib.suppress(OSError), socket.socket() as a, socket.socket() as b:
+            a.bind(("127.0.0.1", port))
+            b.bind(("127.0.0.1", port + 1))
+            return port
+
+
 def launch(script: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
     """``mlx.launch`` of two ranks on this machine."""
     command = [
         *(sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"),
-        *("-n", "2", "--backend", "ring", "--starting-port", str(free_port())),
+        *("-n", "2", "--backend", "ring", "--starting-port", str(adjacent_ports())),
         *("--", sys.executable, *script),
     ]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
