@@ -106,7 +106,7 @@ class LossyCache(TieredPromptCache):
             return super().fetch_nearest_cache(model, tokens)
         self.flush(5)
         self.heal()
-        if self._dice.random() < 0.35:
+        if self._dice.random() < _LOSSES:
             kind = self._dice.choice([*self._kinds])
             self.losses[kind] += 1
             self._kinds[kind](model, tokens)
@@ -305,6 +305,8 @@ def rank_main(options: argparse.Namespace) -> None:
     faulthandler.register(signal.SIGUSR1, (folder / f"stacks{rank}").open("w"))
     flags = ["--pipeline"] if CASES[options.case][1] == "pipeline" else []
     cold = folder / f"cold{rank}"
+    if options.tight:
+        flags += ["--prompt-cache-bytes", "1MB", "--prompt-cache-disk-bytes", "2MB"]
     with Local(folder / "model", cold, *flags, "--prefill-checkpoint", "32") as server:
         if rank:
             server.generator.join()
@@ -385,13 +387,13 @@ def start_ranks(script: Sequence[str], logs: Sequence[Path]) -> list[subprocess.
     return processes
 
 
-def run(case: str, n_requests: int, seed: int, folder: Path) -> Report:
+def run(case: str, n_requests: int, seed: int, folder: Path, *more: str) -> Report:
     """Serve so many requests with two ranks that lose their caches' content."""
     make_model(folder / "model", case)
     me = [__file__, "--rank", "--case", case, "--requests", str(n_requests)]
-    more = ["--seed", str(seed), "--folder", str(folder)]
+    me += ["--seed", str(seed), "--folder", str(folder), *more]
     log = folder / "log"
-    process = launch([*me, *more], log)
+    process = launch(me, log)
     try:
         hung = not ends(process, folder / "progress")
     finally:
@@ -429,28 +431,36 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     """The long form."""
-    global _SEED
+    global _SEED, _LOSSES
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--case", choices=[*CASES, "all"], default="all")
     p.add_argument("--requests", type=int, default=200)
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--tight",
+        action="store_true",
+        help="no losses, but caps that have room for some prompts only: what each rank evicts",
+    )
     p.add_argument("--folder", help=argparse.SUPPRESS)
     p.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = p.parse_args()
     _SEED = options.seed
+    _LOSSES = 0.0 if options.tight else _LOSSES
     if options.rank:
         rank_main(options)
         return 0
     bad = 0
     for case in CASES if options.case == "all" else [options.case]:
         with tempfile.TemporaryDirectory() as folder:
-            report = run(case, options.requests, options.seed, Path(folder))
+            more = ["--tight"] if options.tight else []
+            report = run(case, options.requests, options.seed, Path(folder), *more)
         print(case, json.dumps(asdict(report), indent=1))
         bad += report.wrong + report.hung
     return int(bad > 0)
 
 
 _SEED = 0
+_LOSSES = 0.35
 
 if __name__ == "__main__":
     sys.exit(main())

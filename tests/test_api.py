@@ -308,6 +308,23 @@ def test_what_is_pinned_stays_when_everything_is_removed(model: Path, tmp_path: 
         assert (now["hot"]["blocks"], now["cold"]["blocks"]) == (0, 0)
 
 
+def test_a_warmed_prompt_expires_when_it_was_told_to(server: Local) -> None:
+    """Contexts of a day would take the room of others for ever."""
+    wanted = {"requests": [{"prompt": "The tide of today. " * 20}], "cache_ttl": "1h"}
+    call(server, "POST", "/v1/cache/warm", wanted)
+    server.cache.flush(30)
+    server.post({"prompt": "The tide of today. " * 20, "cache_ttl": "2h"}, "/v1/completions")
+    server.cache.flush(30)
+
+    def expiries() -> list[float]:
+        return [p["expires"] - time.time() for p in stats(server)["prefixes"] if p["expires"]]
+
+    wait_for(lambda: expiries() != [])
+    assert all(3000 < left <= 7200 for left in expiries())
+    got = call(server, "POST", "/v1/cache/warm", wanted | {"cache_ttl": -5})
+    assert got.body["results"][0]["error"]["code"] == "bad_request"
+
+
 def test_prune_removes_what_meets_its_conditions(model: Path, tmp_path: Path) -> None:
     """More would be lost, or less would be gone than a tenant was promised."""
     prompt = chat("Who sailed on Friday? " * 20)

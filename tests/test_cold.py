@@ -54,9 +54,11 @@ from tieredkv.tiers.records import (
     Totals,
     Use,
     child_rows,
+    due_key,
     left_key,
     order_key,
     pack_namespace,
+    pack_number,
     piece_key,
 )
 from tieredkv.tiers.stamp import STAMP_NAME, Stamp
@@ -1017,7 +1019,14 @@ def test_an_lmdb_environment_of_somebody_else_is_refused_and_kept(folder):
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_store_of_format_2_is_refused_and_kept(folder, is_known):
+@pytest.mark.parametrize(
+    ("lacking", "version", "said"),
+    [
+        (("ghost", "left", "due", "pin"), 2, "of format 2"),
+        (("due", "pin"), 3, "never released"),
+    ],
+)
+def test_a_store_of_an_earlier_format_is_refused_and_kept(folder, lacking, version, said, is_known):
     """If this failed, an update would move a sound store aside, or not say what to do about it."""
     tier = ColdTier(folder, CAP, PlainCodec())
     tier.put(blocks(range(8)))
@@ -1025,15 +1034,15 @@ def test_a_store_of_format_2_is_refused_and_kept(folder, is_known):
     edit(
         folder,
         "with env.begin(write=True) as txn:\n"
-        "    txn.drop(db[b'ghost']), txn.drop(db[b'left'])\n"
-        "    txn.put(b'format', (2).to_bytes(8, 'little'), db=db[b'meta'])\n",
+        f"    for name in {lacking}: txn.drop(db[name.encode()])\n"
+        f"    txn.put(b'format', ({version}).to_bytes(8, 'little'), db=db[b'meta'])\n",
     )
     if is_known:
         stamp = Stamp(folder, health.DATA_NAME)
         stamp.write()
         stamp.close()
     for open_tier in (ColdTier, lambda path, _, codec: ColdReader(path, codec)):
-        with pytest.raises(ColdTierUnavailable, match=r"of format 2.*delete this one"):
+        with pytest.raises(ColdTierUnavailable, match=rf"{said}.*delete this one"):
             open_tier(folder, CAP, PlainCodec())
     assert not list(folder.glob("quarantine-*"))
 
@@ -1205,10 +1214,13 @@ def test_small_rows_are_these_bytes():
     key = bytes(range(32))
     standing = Standing(258, TAIL, turn=3, fresh=4, refs=5, branches=6, awaited=True)
     packed = "0201000000000000" + "03000000" + "04000000" + "05000000" + "06000000" + "01010000"
-    use = Use(standing, used=7, children=8, grade=3)
-    assert use.pack().hex() == packed + "0700000000000000" + "08000000" + "03000000"
+    use = Use(standing, used=7, children=8, grade=3, expires=258)
+    numbers = "0700000000000000" + "08000000" + "03000000" + "0201000000000000"
+    assert use.pack().hex() == packed + numbers
     assert Use.unpack(use.pack()) == use
     assert order_key(use, key) == bytes.fromhex("3c" + "0000000000000102") + key
+    assert due_key(258, key) == bytes.fromhex("0000000000000102") + key
+    assert pack_number(258) == bytes.fromhex("0201000000000000")
     ghost = Ghost(9, standing)
     assert ghost.pack().hex() == "0900000000000000" + packed
     assert Ghost.unpack(ghost.pack()) == ghost

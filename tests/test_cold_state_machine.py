@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from tieredkv import hazard, keys
-from tieredkv.core import Block, BlockKey, Chain, TensorSpec
+from tieredkv.core import Block, BlockKey, Chain, PinRefused, TensorSpec, later
 from tieredkv.tiers import health
 from tieredkv.tiers.cold import ColdTier
 from tieredkv.tiers.pruning import Criteria
@@ -34,6 +34,11 @@ CAP = 1 << 20
 N_BYTES = 20_000
 NAMESPACES = (NAMESPACE, replace(NAMESPACE, model="another"))
 NOBODY = BlockKey(b"n" * 32)
+# A block's pieces in whole pages, and how many blocks pins may protect.
+PIECE_BYTES = 20480
+PIN_SHARE = 0.3
+# Expiries lie in the future, so that only who is told of a later time deletes by them.
+LATER = 1 << 62
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["cold_blocks", "tieredkv.tiers.cold"])
@@ -46,7 +51,7 @@ def settle(patch):
 
 
 def open_tier(folder):
-    tier = ColdTier(folder, CAP, PlainCodec(), block_tokens=4)
+    tier = ColdTier(folder, CAP, PlainCodec(), block_tokens=4, pin_share=PIN_SHARE)
     for namespace in NAMESPACES:
         tier.register(namespace)
     return tier
@@ -62,8 +67,16 @@ def serve(pipe):
             tier = open_tier(*arguments)
             pipe.send(None)
             continue
+        pipe.send(ask(tier, name, *arguments))
+
+
+def ask(tier, name, *arguments):
+    """What a method returns, as it can be sent; why, if a pin is refused."""
+    try:
         found = getattr(tier, name)(*arguments)
-        pipe.send(list(found) if name == "prune" else found)
+    except PinRefused as refusal:
+        return refusal.reason
+    return list(found) if name == "prune" else found
 
 
 class Remote:
@@ -118,6 +131,33 @@ class Model:
     blocks: dict[BlockKey, Block] = field(default_factory=dict)
     # At most one: which of several a load comes across is left to its threads.
     damaged: set[BlockKey] = field(default_factory=set)
+    expires: dict[BlockKey, int] = field(default_factory=dict)
+    pinned: set[BlockKey] = field(default_factory=set)
+
+    def protected(self):
+        """What is pinned, and all above it."""
+        found = set()
+        for key in self.pinned:
+            while key in self.blocks:
+                found.add(key)
+                key = self.blocks[key].parent
+        return found
+
+    def raise_expiry(self, key, expires):
+        if key in self.blocks:
+            self.expires[key] = later(self.expires[key], expires)
+
+    def expire(self, now):
+        """Remove what has expired; how many."""
+        n = len(self.blocks)
+        while due := [k for k in self.blocks if self.is_due(k, now)]:
+            for key in due:
+                self.remove(key)
+        return n - len(self.blocks)
+
+    def is_due(self, key, now):
+        is_leaf = not self.children(key) and key not in self.pinned
+        return is_leaf and 0 < self.expires[key] <= now
 
     def children(self, key):
         return [k for k, block in self.blocks.items() if block.parent == key]
@@ -127,8 +167,10 @@ class Model:
         for child in self.children(key):
             self.remove(child)
         if key in self.blocks:
+            self.raise_expiry(self.blocks[key].parent, self.expires[key])
             del self.blocks[key]
         self.damaged.discard(key)
+        self.pinned.discard(key)
 
     def put(self, batch, n_held):
         """Put the first ``n_held`` blocks of a batch; the tails that may have been superseded."""
@@ -137,10 +179,13 @@ class Model:
             is_last = i + 1 == len(batch) or batch[i + 1].parent != block.key
             covers = [b for b in self.blocks.values() if leads(block, b)]
             if block.key in self.blocks or (covers and is_last):
+                if block.key in self.blocks and is_last:
+                    self.raise_expiry(block.key, block.expires)
                 continue
             assert block.parent == block.root or block.parent in self.blocks
             covered |= {b.key for b in self.blocks.values() if leads(b, block)}
             self.blocks[block.key] = block
+            self.expires[block.key] = block.expires
         return covered
 
     def leave(self, gone, spared=frozenset(), optional=frozenset()):
@@ -148,6 +193,7 @@ class Model:
         have gone before.
         """
         assert not gone & spared, "a block was evicted to make room for its own chain"
+        assert not gone & self.protected(), "a pinned block was evicted"
         for key in gone:
             assert gone | optional >= set(self.children(key)), "a block left before its child"
         for key in gone:
@@ -159,6 +205,7 @@ namespaces = st.sampled_from(NAMESPACES)
 handles = st.integers(0, 1)
 grades = st.integers(0, 3)
 indices = st.integers(0, 1000)
+expiries = st.just(0) | st.integers(LATER, LATER + 9)
 
 
 class ColdMachine(RuleBasedStateMachine):
@@ -208,12 +255,19 @@ class ColdMachine(RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(i=handles, tokens=prompts, namespace=namespaces, grade=grades, snapshot=st.booleans())
-    def put(self, i, tokens, namespace, grade, snapshot):
+    @rule(
+        i=handles,
+        tokens=prompts,
+        namespace=namespaces,
+        grade=grades,
+        snapshot=st.booleans(),
+        expires=expiries,
+    )
+    def put(self, i, tokens, namespace, grade, snapshot, expires=0):
         batch = blocks_of(chain(tokens, namespace), N_BYTES)
         if snapshot:
             batch.append(snapshot_of(batch[-1], grade))
-        self.store(i, batch)
+        self.store(i, [replace(block, expires=expires) for block in batch])
 
     @rule(i=handles, tokens=prompts, namespace=namespaces, grade=grades)
     def put_windows(self, i, tokens, namespace, grade):
@@ -223,6 +277,9 @@ class ColdMachine(RuleBasedStateMachine):
                 self.store(i, [window_of(block, grade)])
 
     def store(self, i, batch):
+        if i and self.stale[0]:
+            # By its rows it is seen what the other one did.
+            self.refresh(0)
         was_stale = self.stale[i]
         held = self.tiers[i].put(batch)
         self.write(i)
@@ -239,20 +296,87 @@ class ColdMachine(RuleBasedStateMachine):
         self.model.leave(gone, spared, covered - present)
         for key in covered - present:
             assert not self.model.children(key), "a block with a child was superseded"
+            self.hand_on(key, batch)
             self.model.remove(key)
+        self.see_who_was_raised(batch)
+
+    def hand_on(self, key, batch):
+        """A tail was superseded, or evicted before it could be."""
+        (by,) = (b.key for b in batch if leads(self.model.blocks[key], b))
+        if key in self.model.pinned:
+            self.model.pinned.add(by)
+        kept = {self.model.expires[by], later(self.model.expires[by], self.model.expires[key])}
+        self.model.expires[by] = self.expiry_of(by)
+        assert self.model.expires[by] in kept
+
+    def see_who_was_raised(self, batch):
+        """Of those that cover the end of a batch one was put again; which is the tier's choice."""
+        covers = [b.key for b in self.model.blocks.values() if leads(batch[-1], b)]
+        if batch[-1].key in self.model.blocks:
+            return
+        for key in covers:
+            before = self.model.expires[key]
+            self.model.expires[key] = self.expiry_of(key)
+            assert self.model.expires[key] in (before, later(before, batch[-1].expires))
+
+    def expiry_of(self, key):
+        return Use.unpack(self.rows("use")[key]).expires
 
     @rule(i=handles, tokens=prompts, namespace=namespaces)
     def touch_in_vain(self, i, tokens, namespace):
         self.touch_one(i, chain(tokens, namespace).keys[-1])
 
+    @rule(i=handles, at=indices, expires=expiries)
+    @precondition(lambda self: self.model.blocks)
+    def touch(self, i, at, expires):
+        self.touch_one(i, self.known(at), expires)
+
+    def touch_one(self, i, key, expires=0):
+        self.tiers[i].touch([key], expires)
+        self.write(i)
+        self.model.raise_expiry(key, expires)
+
+    @rule(i=handles, now=st.integers(LATER, LATER + 9))
+    @precondition(lambda self: self.model.blocks)
+    def expire(self, i, now):
+        self.refresh(i)
+        n = self.model.expire(now)
+        assert self.tiers[i].expire(now) == n
+
     @rule(i=handles, at=indices)
     @precondition(lambda self: self.model.blocks)
-    def touch(self, i, at):
-        self.touch_one(i, self.known(at))
+    def pin(self, i, at):
+        self.refresh(i)
+        ends = [key for key, block in sorted(self.model.blocks.items()) if self.is_prefix(block)]
+        if not ends:
+            return
+        key = ends[at % len(ends)]
+        state = {keys.snapshot_key(key)} & self.model.blocks.keys()
+        before = self.model.protected()
+        pinned = self.model.pinned | {key, *state}
+        after = replace(self.model, pinned=pinned).protected()
+        found = ask(self.tiers[i], "pin_id", key.hex())
+        is_refused = len(after) * PIECE_BYTES > max(len(before) * PIECE_BYTES, PIN_SHARE * CAP)
+        if is_refused:
+            assert found == "share"
+            return
+        assert found.id == keys.prefix_id(key)
+        assert found.n_tokens == len(self.path(key).tokens)
+        self.model.pinned = pinned
 
-    def touch_one(self, i, key):
-        self.tiers[i].touch([key])
-        self.write(i)
+    @rule(i=handles, at=indices)
+    @precondition(lambda self: self.model.pinned)
+    def unpin(self, i, at):
+        self.refresh(i)
+        ends = [key for key in sorted(self.model.pinned) if self.is_prefix(self.model.blocks[key])]
+        if not ends:
+            return
+        key = ends[at % len(ends)]
+        assert ask(self.tiers[i], "unpin_id", key.hex()).id == keys.prefix_id(key)
+        self.model.pinned -= {key, keys.snapshot_key(key)}
+
+    def is_prefix(self, block):
+        return block.tokens not in (b"", keys.WINDOW_TOKENS)
 
     @rule(i=handles, part=st.floats(0.2, 1))
     @precondition(lambda self: self.model.blocks)
@@ -295,9 +419,9 @@ class ColdMachine(RuleBasedStateMachine):
         self.stale[i] = False
         self.condemned[i] = set()
 
-    @rule(i=handles, at=indices)
+    @rule(i=handles, at=indices, pinned=st.booleans())
     @precondition(lambda self: self.model.blocks)
-    def prune_by_age(self, i, at):
+    def prune_by_age(self, i, at, pinned):
         for handle in (0, i):
             self.refresh(handle)
         if not self.model.blocks:
@@ -311,18 +435,22 @@ class ColdMachine(RuleBasedStateMachine):
                 below = self.model.blocks[below].parent
                 if below in latest:
                     latest[below] = max(latest[below], uses[key].used)
-        pruned = list(self.tiers[i].prune(Criteria(unused_since=cutoff)))
-        assert {victim.key for victim in pruned} == {k for k, v in latest.items() if v < cutoff}
+        pruned = list(self.tiers[i].prune(Criteria(unused_since=cutoff, pinned=pinned)))
+        spared = set() if pinned else self.model.protected()
+        wanted = {k for k, v in latest.items() if v < cutoff} - spared
+        assert {victim.key for victim in pruned} == wanted
         for victim in pruned:
             self.model.remove(victim.key)
 
-    @rule(i=handles, namespace=namespaces)
+    @rule(i=handles, namespace=namespaces, pinned=st.booleans())
     @precondition(lambda self: self.model.blocks)
-    def prune_by_model(self, i, namespace):
+    def prune_by_model(self, i, namespace, pinned):
         self.refresh(i)
-        pruned = list(self.tiers[i].prune(Criteria(model=namespace.model, salt=b"")))
+        criteria = Criteria(model=namespace.model, salt=b"", pinned=pinned)
+        pruned = list(self.tiers[i].prune(criteria))
         root = keys.namespace_key(namespace)
         mine = {key for key, block in self.model.blocks.items() if block.root == root}
+        mine -= set() if pinned else self.model.protected()
         assert {victim.key for victim in pruned} == mine
         for key in mine:
             self.model.remove(key)
@@ -333,8 +461,11 @@ class ColdMachine(RuleBasedStateMachine):
         done = rebuild(self.folder, PlainCodec())
         # What was waited for in vain with damaged blocks goes on being counted.
         self.miscounted |= bool(self.model.damaged)
+        expires = self.model.expires.copy()
         for key in list(self.model.damaged):
             self.model.remove(key)
+        # They aren't removed, but never copied: nobody inherits.
+        self.model.expires = expires
         assert done.kept == len(self.model.blocks)
         self.stale = [True, True]
         self.refresh(first)
@@ -385,6 +516,12 @@ class ColdMachine(RuleBasedStateMachine):
         assert usage.blocks == sum(n.blocks for n in usage.namespaces) == len(self.model.blocks)
         assert 0 < usage.live_bytes <= CAP
         assert (self.folder / health.DATA_NAME).stat().st_size <= CAP
+        assert usage.pinned_blocks == len(self.model.protected())
+        assert usage.pinned_bytes == usage.pinned_blocks * PIECE_BYTES
+        if not self.stale[0]:
+            assert self.rows("pin").keys() == self.model.pinned
+            uses = {key: Use.unpack(row).expires for key, row in self.rows("use").items()}
+            assert uses == {key: self.model.expires[key] for key in self.model.blocks}
         assert self.is_counted_right()
         parents = {block.parent for block in self.model.blocks.values()}
         assert parents <= self.model.blocks.keys() | {*map(keys.namespace_key, NAMESPACES)}

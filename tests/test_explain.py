@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -181,6 +182,16 @@ def test_all_that_was_evicted(folder: Path) -> None:
         assert cache.explain(MODEL, [*PROMPT, 50]).reason == "evicted"
 
 
+def test_blocks_that_have_expired(tmp_path: Path) -> None:
+    """They are there for some seconds yet, and are not to be found."""
+    with opened(tmp_path) as cache:
+        put(cache, SaltedPrompt(PROMPT[:12]))
+        put(cache, SaltedPrompt(PROMPT, ttl=0.05))
+    time.sleep(0.06)
+    found = explained(tmp_path, [*PROMPT, 50])
+    assert (found.reason, found.n_tokens) == ("expired", 12)
+
+
 def test_layers_that_can_only_be_restored_where_their_state_was_kept(tmp_path: Path) -> None:
     """The blocks are all there, and of no use before the snapshot."""
     with opened(tmp_path) as cache:
@@ -188,6 +199,8 @@ def test_layers_that_can_only_be_restored_where_their_state_was_kept(tmp_path: P
             cache.insert_cache(MODEL, PROMPT[:n], caches.make_hybrid(PROMPT[:n]))
     found = explained(tmp_path, [*PROMPT[:17], 50])
     assert (found.reason, found.n_tokens, found.n_stored) == ("state", 6, 17)
+    assert found.divergence is not None
+    assert found.divergence.index == 17
     found = explained(tmp_path, [*PROMPT[:5], 50])
     assert (found.reason, found.n_tokens, found.n_stored) == ("state", 0, 5)
 

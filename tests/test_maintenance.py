@@ -20,12 +20,13 @@ from tieredkv import keys, units
 from tieredkv.cli import main
 from tieredkv.codec import PlaneCodec
 from tieredkv.commands import console
-from tieredkv.core import Block, BlockKey, ColdTierUnavailable
+from tieredkv.core import Block, BlockKey, ColdTierUnavailable, Place
 from tieredkv.hazard import Standing
 from tieredkv.tiers import cold, health, swap
 from tieredkv.tiers.cold import ColdReader, ColdTier
+from tieredkv.tiers.ledger import DATABASES
 from tieredkv.tiers.rebuild import rebuild
-from tieredkv.tiers.records import Ghost, Record, Use, left_key, order_key, piece_key
+from tieredkv.tiers.records import Ghost, Record, Use, due_key, left_key, order_key, piece_key
 
 CAP = 64 << 20
 N_BYTES = 3000
@@ -143,6 +144,12 @@ def orphan(txn, dbs):
 
 def stray_order(txn, dbs):
     txn.put(order_key(Use(Standing(1)), b"s" * 32), b"", db=dbs.order)
+
+
+def damaged_pin(txn, dbs):
+    txn.put(A.keys[2], b"short", db=dbs.pin)
+    use = Use.unpack(bytes(txn.get(A.keys[2], db=dbs.use)))
+    txn.delete(order_key(use, A.keys[2]), db=dbs.order)
 
 
 def ghost_of(txn, dbs, key, left):
@@ -263,6 +270,27 @@ FAULTS = {
         "row in left of no block",
         set(),
     ),
+    "pin of no block": (
+        lambda txn, dbs: txn.put(b"s" * 32, bytes(8), db=dbs.pin),
+        "pin of no block",
+        set(),
+    ),
+    "pinned leaf that can be evicted": (
+        lambda txn, dbs: txn.put(A.keys[2], bytes(8), db=dbs.pin),
+        "is pinned, and stands in order",
+        set(),
+    ),
+    "damaged pin": (damaged_pin, "pin doesn't say when", set()),
+    "missing row in due": (
+        lambda txn, dbs: change_use(txn, dbs, A.keys[2], expires=1 << 62),
+        "row in due is absent",
+        set(),
+    ),
+    "extra row in due": (
+        lambda txn, dbs: txn.put(due_key(1 << 62, b"s" * 32), b"", db=dbs.due),
+        "row in due of no block",
+        set(),
+    ),
     "record CRC": (
         lambda txn, dbs: flip(txn, dbs.index, A.keys[1], 50),
         "fails its CRC",
@@ -364,7 +392,10 @@ def test_a_new_store_is_the_old_one_in_less_room(server, folder, capsys):
     server.put(blocks(range(1000, 2000), 20_000))
     server.trim_to(server.n_bytes // 10)
     fill(server)
-    names = ("index", "use", "order", "child", "blob", "namespace", "ghost", "left")
+    server.put([replace(b, expires=1 << 62) for b in blocks(range(300, 308), N_BYTES)])
+    server.pin([Place(A)])
+    names = [*DATABASES]
+    names.remove("meta")
     before = {name: rows(server, name) for name in names}
     numbers, size = rows(server, "meta"), server.usage().file_bytes
     assert run(folder, "compact") == 0
@@ -372,7 +403,7 @@ def test_a_new_store_is_the_old_one_in_less_room(server, folder, capsys):
     server.close()
     tier = ColdTier(folder, None, PlaneCodec())
     assert {name: rows(tier, name) for name in names} == before
-    assert before["ghost"]
+    assert all(before.values())
     for number in (b"format", b"piece", b"cap", b"clock", b"counters"):
         assert rows(tier, "meta")[number] == numbers[number]
     assert tier.usage().file_bytes < size / 3

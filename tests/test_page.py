@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import urllib.error
@@ -29,7 +30,9 @@ FLAGS = (
     *("--no-sandbox", "--disable-gpu", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--no-first-run"),
 )
-HOSTILE = "<img src=x onerror=\"fetch('http://evil.example/')\"><script>alert(1)</script>"
+HOSTILE = "<img src=x onerror=alert(1)><script>fetch('http://evil.example/')</script>"
+# What a prefix is shown by has room for.
+SHOWN = "<img src=x onerror="
 LONG = "Here is the log of the last week: nobody moved, and the fog stayed. " * 12
 DESK: ViewportSize = {"width": 1280, "height": 900}
 PHONE: ViewportSize = {"width": 360, "height": 740}
@@ -62,9 +65,13 @@ def loaded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
     with Local(model, folder) as server:
         server.chat(LONG)
         server.chat(LONG + "And then?")
-        server.chat(f"{HOSTILE} What does this do?")
+        for question in ("What does this do?", "Is it harmful?"):
+            server.chat(f"{HOSTILE} {LONG} {question}")
         assert server.post({"model": HOSTILE, "messages": [{}]}).status == 400
         wait_until_written(folder)
+        stats(server)
+        # Texts of prefixes that were asked for are made with the next answer.
+        server.chat("Hello")
         yield server
 
 
@@ -76,8 +83,8 @@ class Visit:
     requests: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
 
-    def find(self, selector: str) -> Locator:
-        return self.page.locator(selector)
+    def find(self, selector: str, **filters: Any) -> Locator:
+        return self.page.locator(selector, **filters)
 
 
 Open = Callable[..., Visit]
@@ -127,7 +134,8 @@ def shares(bar: Locator, whole: float) -> dict[str, float]:
 
 
 def exact(n: float) -> str:
-    return f"{n:,.0f}"
+    """Rounded half up, as browsers do."""
+    return f"{math.floor(n + 0.5):,}"
 
 
 # ---- what is served
@@ -217,7 +225,8 @@ def test_each_request_says_where_its_tokens_came_from(loaded: Local, visit: Open
             expect(cell).to_have_attribute("title", exact(n))
         expect(row.locator(".status")).to_have_text(str(request["status"]))
         total = row.locator('[data-label="Total ms"]')
-        expect(total).to_have_text(exact(request["total_ms"]))
+        shown = exact(request["total_ms"]) if request["total_ms"] >= 0.5 else "<1"
+        expect(total).to_have_text(shown)
 
 
 def test_the_chart_reads_out_the_minute_that_the_keys_choose(loaded: Local, visit: Open) -> None:
@@ -248,10 +257,27 @@ def test_misses_are_listed_by_reason(loaded: Local, visit: Open) -> None:
     assert dict(listed) == told
 
 
+def test_the_top_prefixes_are_those_of_the_statistics(loaded: Local, visit: Open) -> None:
+    """If this failed, a button could pin another prefix than the one that it stands beside."""
+    told, seen = stats(loaded)["prefixes"], visit(loaded)
+    rows = seen.find("#prefixes tbody tr")
+    expect(rows).to_have_count(len(told))
+    assert told
+    for i, prefix in enumerate(told):
+        row = rows.nth(i)
+        expect(row.locator(".lead code")).to_have_text(prefix["id"])
+        expect(row.locator('[data-label="Size"]')).to_have_attribute(
+            "title", f"{exact(prefix['bytes'])} bytes"
+        )
+        expect(row.locator('[data-label="Uses"]')).to_have_attribute("title", exact(prefix["uses"]))
+
+
 def test_hostile_text_is_shown_as_text(loaded: Local, visit: Open) -> None:
     """If this failed, who sends a prompt could run a script in the operator's browser."""
+    assert any(SHOWN in (prefix["text"] or "") for prefix in stats(loaded)["prefixes"])
     seen = visit(loaded)
-    expect(seen.find("#requests .model").first).to_have_attribute("title", HOSTILE)
+    expect(seen.find("#prefixes .text", has_text=SHOWN).first).to_be_visible()
+    expect(seen.find("#requests .model").nth(1)).to_have_attribute("title", HOSTILE)
     assert seen.find("main img, main script").count() == 0
     origin = f"http://127.0.0.1:{loaded.port}/"
     assert [url for url in seen.requests if not url.startswith(origin)] == []
@@ -295,6 +321,30 @@ def test_numbers_are_written_for_people(
 
 
 # ---- how it behaves
+
+
+def test_a_prefix_is_pinned_and_let_go_with_a_button(loaded: Local, visit: Open) -> None:
+    """If this failed, the button would say that it pinned what it did not, or the reverse."""
+    seen = visit(loaded)
+    row = seen.find("#prefixes tbody tr").first
+    name = row.locator("code").text_content()
+    for verb, done, is_pinned in (("Pin", "Pinned", True), ("Unpin", "Unpinned", False)):
+        row.get_by_role("button", name=f"{verb} prefix {name}").click()
+        expect(seen.find("#pin-result")).to_contain_text(f"{done} {name}: ")
+        (told,) = [p for p in stats(loaded)["prefixes"] if p["id"] == name]
+        assert told["pinned"] is is_pinned
+        seen.page.clock.run_for(2000)
+        expect(row.locator(".state")).to_have_text("pinned" if is_pinned else "")
+
+
+def test_a_pin_that_is_refused_says_why(loaded: Local, visit: Open) -> None:
+    """If this failed, a prefix would be believed to stay that may go at any time."""
+    seen = visit(loaded)
+    answer = json.dumps({"error": {"message": "too much is pinned"}})
+    seen.page.route("**/v1/cache/pin", lambda call: call.fulfill(status=409, body=answer))
+    seen.find("#prefixes button").first.click()
+    expect(seen.find("#pin-result")).to_contain_text("too much is pinned")
+    expect(seen.find("#pin-result")).to_have_class("result failed")
 
 
 def test_a_server_that_is_gone_is_said_to_be(model: Path, tmp_path: Path, visit: Open) -> None:

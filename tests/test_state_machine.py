@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import caches
@@ -13,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tieredkv import SaltedPrompt, TieredPromptCache
+from tieredkv import PinRefused, SaltedPrompt, TieredPromptCache
+from tieredkv.tiers.pruning import Criteria
 from tieredkv.tiers.records import piece_key
 
 BLOCK = 4
@@ -22,6 +25,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=18)
 TENANTS = st.sampled_from([b"", b"t"])
 KINDS = st.sampled_from(["assistant", "user", "system"])
 HANDLES = st.integers(0, 1)
+TTLS = st.sampled_from([None, 1e-3, 1e6])
 
 
 class Caches(RuleBasedStateMachine):
@@ -50,22 +54,24 @@ class Caches(RuleBasedStateMachine):
         if hasattr(self, "folder"):
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS, kind=KINDS)
-    def insert(self, i: int, tokens: list[int], tenant: bytes, kind: str) -> None:
+    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS, kind=KINDS, ttl=TTLS)
+    def insert(
+        self, i: int, tokens: list[int], tenant: bytes, kind: str, ttl: float | None
+    ) -> None:
         self.handles[i].insert_cache(
-            MODEL, SaltedPrompt(tokens, tenant), caches.make(tokens), cache_type=kind
+            MODEL, SaltedPrompt(tokens, tenant, ttl), caches.make(tokens), cache_type=kind
         )
         self.inserted[tenant].add(tuple(tokens))
 
-    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS)
-    def insert_hybrid(self, i: int, tokens: list[int], tenant: bytes) -> None:
-        prompt = SaltedPrompt(tokens, tenant + b"h")
+    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS, ttl=TTLS)
+    def insert_hybrid(self, i: int, tokens: list[int], tenant: bytes, ttl: float | None) -> None:
+        prompt = SaltedPrompt(tokens, tenant + b"h", ttl)
         self.handles[i].insert_cache(("hybrid", None, None), prompt, caches.make_hybrid(tokens))
         self.inserted.setdefault(tenant + b"h", set()).add(tuple(tokens))
 
-    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS)
-    def fetch(self, i: int, tokens: list[int], tenant: bytes) -> None:
-        prompt = SaltedPrompt(tokens, tenant)
+    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS, ttl=TTLS)
+    def fetch(self, i: int, tokens: list[int], tenant: bytes, ttl: float | None) -> None:
+        prompt = SaltedPrompt(tokens, tenant, ttl)
         found, rest = self.handles[i].fetch_nearest_cache(MODEL, prompt)
         n = len(tokens) - len(rest)
         assert rest == tokens[n:]
@@ -91,6 +97,29 @@ class Caches(RuleBasedStateMachine):
     @rule(i=HANDLES, n_bytes=st.integers(1 << 16, 4 << 20))
     def evict_from_disk(self, i: int, n_bytes: int) -> None:
         self.handles[i]._store.cold.trim_to(n_bytes)
+
+    @rule(i=HANDLES)
+    def sweep(self, i: int) -> None:
+        self.handles[i]._store.cold.expire(time.time_ns())
+
+    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS, hybrid=st.booleans())
+    def pin(self, i: int, tokens: list[int], tenant: bytes, hybrid: bool) -> None:
+        model = ("hybrid", None, None) if hybrid else MODEL
+        prompt = SaltedPrompt(tokens, tenant + b"h" * hybrid)
+        with suppress(PinRefused):
+            pinned = self.handles[i].pin(model, prompt)
+            self.handles[1 - i]._store.cold.trim_to(0)
+            assert pinned.id in {p.id for p in self.handles[i]._store.cold.pins()}
+            assert self.handles[1 - i]._store.cold.n_blocks >= pinned.n_tokens // BLOCK
+
+    @rule(i=HANDLES, tokens=PROMPTS, tenant=TENANTS)
+    def unpin(self, i: int, tokens: list[int], tenant: bytes) -> None:
+        with suppress(PinRefused):
+            self.handles[i].unpin(MODEL, SaltedPrompt(tokens, tenant))
+
+    @rule(i=HANDLES, model=st.sampled_from([None, "model", "hybrid"]), pinned=st.booleans())
+    def prune(self, i: int, model: str | None, pinned: bool) -> None:
+        self.handles[i].prune(Criteria(model=model, pinned=pinned))
 
     @rule(i=HANDLES)
     def flush(self, i: int) -> None:

@@ -186,6 +186,110 @@ def test_unknown_keys_are_ignored_by_touch(tier: Tier) -> None:
     tier.touch(caches.chain(range(4)).keys)
 
 
+PAST, FUTURE = 1, 1 << 62
+
+
+def put_until(tier: Tier, tokens: list[int] | range, expires: int) -> Chain:
+    c = caches.chain(tokens)
+    blocks = [replace(b, expires=expires) for b in caches.blocks(c)]
+    assert tier.put(blocks) == len(c.keys)
+    return c
+
+
+def test_what_has_expired_is_not_found(tier: Tier) -> None:
+    """Until it is deleted somebody could still be told what was asked."""
+    c = put_until(tier, range(10), PAST)
+    assert tier.lookup(c) == 0
+    assert tier.nearest(c.root, c.tokens_of(0)) is None
+    assert tier.nearest(c.keys[1], c.tokens_of(2)) is None
+    assert tier.prefixes(c.keys[1], c.tokens_of(2)) == []
+    assert tier.present(c.keys) == frozenset()
+
+
+def test_a_match_ends_before_what_has_expired(tier: Tier) -> None:
+    """What others still use must be found up to there, and no further."""
+    put_until(tier, range(4), 0)
+    c = put_until(tier, range(12), PAST)
+    assert tier.lookup(c) == 1
+    assert tier.present(c.keys) == {c.keys[0]}
+
+
+def test_what_has_expired_is_deleted_up_to_what_lasts(tier: Tier) -> None:
+    """Prompts that were to be forgotten would stay, or a shared prefix go with them."""
+    c = put_until(tier, range(12), PAST)
+    kept = put_until(tier, [0, 1, 2, 3, 9, 9, 9, 9], FUTURE)
+    assert tier.expire(PAST - 1) == 0
+    assert tier.expire(PAST) == 2
+    assert tier.n_blocks == 2
+    assert (tier.lookup(c), tier.lookup(kept)) == (1, 2)
+    assert tier.expire(FUTURE) == 2
+
+
+def test_what_is_never_to_expire_stays(tier: Tier) -> None:
+    """Who says nothing of time keeps prompts as long as there is room."""
+    put(tier, range(8))
+    assert tier.expire(FUTURE) == 0
+    assert tier.n_blocks == 2
+
+
+def test_a_block_lives_as_long_as_one_below_it(tier: Tier) -> None:
+    """A conversation that goes on would lose its beginning."""
+    old = put_until(tier, range(4), PAST)
+    new = put_until(tier, range(8), FUTURE)
+    assert tier.lookup(old) == 1
+    assert tier.expire(PAST) == 0
+    assert tier.lookup(new) == 2
+
+
+@pytest.mark.parametrize(("expires", "n_found"), [(PAST, 0), (FUTURE, 2), (0, 2)])
+def test_a_use_puts_the_end_off_and_never_brings_it_nearer(
+    tier: Tier, expires: int, n_found: int
+) -> None:
+    """Entries in use would vanish, or those of somebody who wants to keep them."""
+    c = put_until(tier, range(8), PAST)
+    tier.touch(c.keys[-1:], expires)
+    tier.touch(c.keys[-1:], PAST)
+    assert tier.lookup(c) == n_found
+    assert tier.expire(FUTURE - 1) == 2 - n_found
+
+
+def test_a_block_that_is_put_again_lasts_longer(tier: Tier) -> None:
+    """The second who asks may want to keep what the first wanted to forget."""
+    put_until(tier, range(8), PAST)
+    c = put_until(tier, range(8), FUTURE)
+    assert tier.lookup(c) == 2
+    put_until(tier, range(8), PAST)
+    assert tier.lookup(c) == 2
+
+
+def test_what_covers_a_tail_lasts_as_long_as_the_tail_should(tier: Tier) -> None:
+    """A prompt that needed no block of its own would be lost with another's."""
+    put_until(tier, range(7), PAST)
+    put_until(tier, range(6), FUTURE)
+    assert tier.expire(PAST) == 0
+    assert tier.lookup(caches.chain(range(6))) == 1
+    assert tier.nearest(caches.chain(range(4)).keys[0], caches.chain([4, 5]).tokens_of(0))
+
+
+def test_what_replaces_a_tail_lasts_as_long_as_it_did(tier: Tier) -> None:
+    """A conversation that goes on for a moment would be lost with that moment."""
+    put_until(tier, range(6), FUTURE)
+    put_until(tier, range(7), PAST)
+    assert tier.expire(PAST) == 0
+    assert tier.n_blocks == 2
+
+
+def test_a_parent_takes_over_the_later_expiry_of_a_child_that_leaves(tier: Tier) -> None:
+    """Only the deepest block of a hit is touched: what is above would expire once that leaves."""
+    c = caches.chain(range(8))
+    tier.put([replace(b, expires=PAST) for b in caches.noise(c)])
+    tier.touch(c.keys[1:], FUTURE)
+    tier.trim_to(tier.n_bytes - 1)
+    assert tier.n_blocks == 1
+    assert tier.expire(PAST) == 0
+    assert tier.lookup(c) == 1
+
+
 def test_after_close_nothing_is_found_and_nothing_taken(make: Make) -> None:
     """A server that ends still has requests under way."""
     tier = make()

@@ -49,6 +49,32 @@ def test_the_installed_version_is_the_one_that_was_read() -> None:
         ),
         ("APIHandler._set_completion_headers", ["self", "status_code"]),
         ("APIHandler.do_POST", ["self"]),
+        ("APIHandler.do_GET", ["self"]),
+        ("APIHandler.do_OPTIONS", ["self"]),
+        (
+            "APIHandler.completion_usage_response",
+            ["self", "prompt_token_count", "completion_token_count", "prompt_cache_count"],
+        ),
+        ("ModelDescription", ["model", "draft", "adapter"]),
+        (
+            "SamplingArguments",
+            ["temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"],
+        ),
+        (
+            "LogitsProcessorArguments",
+            [
+                *("logit_bias", "repetition_penalty", "repetition_context_size"),
+                *("presence_penalty", "presence_context_size"),
+                *("frequency_penalty", "frequency_context_size"),
+            ],
+        ),
+        (
+            "GenerationArguments",
+            [
+                *("model", "sampling", "logits", "stop_words", "max_tokens", "num_draft_tokens"),
+                *("logprobs", "top_logprobs", "seed", "chat_template_kwargs"),
+            ],
+        ),
         ("_make_sampler", ["args", "tokenizer"]),
         ("_make_logits_processors", ["args"]),
         ("APIHandler.validate_model_parameters", ["self"]),
@@ -67,6 +93,12 @@ def test_what_is_overridden_or_called_is_as_it_was(name: str, parameters: list[s
     for part in name.split("."):
         found = getattr(found, part)
     assert list(inspect.signature(found).parameters) == parameters
+
+
+def test_a_context_says_whether_its_prompt_was_looked_up() -> None:
+    """Else requests would be told the tiers of the one before."""
+    count = inspect.signature(upstream.GenerationContext).parameters["prompt_cache_count"]
+    assert count.default == -1
 
 
 @pytest.mark.parametrize("method", ["fetch_nearest_cache", "insert_cache", "trim_to"])

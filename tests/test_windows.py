@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
-from tieredkv import TieredPromptCache, keys, layout, policy
+from tieredkv import SaltedPrompt, TieredPromptCache, keys, layout, policy
 from tieredkv.core import GRADES, WINDOW
 from tieredkv.patch import make_rings_exact
 from tieredkv.tiers.records import MAX_RAW_BYTES, piece_key
@@ -49,12 +50,15 @@ def holds(live: list[Any], tokens: list[int]) -> bool:
     return True
 
 
-def serve(cache: TieredPromptCache, tokens: list[int], stops: list[int]) -> None:
+def serve(
+    cache: TieredPromptCache, tokens: list[int], stops: list[int], ttl: float | None = None
+) -> None:
     """Prefill in steps, with an insert after each."""
     live, done = make(), 0
     for stop in stops:
         advance(live, tokens, done, stop)
-        cache.insert_cache(MODEL, tokens[:stop], live, cache_type="user")
+        prompt = SaltedPrompt(tokens[:stop], ttl=ttl)
+        cache.insert_cache(MODEL, prompt, live, cache_type="user")
         done = stop
 
 
@@ -276,3 +280,36 @@ def test_windows_of_known_blocks_are_looked_at_too() -> None:
     cache.insert_cache(MODEL, tokens, spoilt)
     assert cache.stats().refused == {"nonfinite": 1}
     assert hit(cache, [*tokens[:21], 99, 98]) == 0
+
+
+def test_windows_last_as_long_as_the_longest_prompt_that_needs_them(
+    cache: TieredPromptCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that is to be kept would be found no more, for want of another's windows."""
+    tokens = list(range(18))
+    serve(cache, tokens, [16], ttl=60)
+    serve(cache, tokens, [16])
+    cache.flush()
+    later = time.time_ns() + 61 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: later)
+    cache._store.cold.expire(later)
+    assert hit(cache, tokens) == 16
+    cache.trim_to(n_bytes=0)
+    assert hit(cache, tokens) == (16 if cache.stats().cold.cap_bytes else 0)
+
+
+def test_a_pinned_prefix_keeps_the_windows_at_its_end(tmp_path: Path) -> None:
+    """It could not be restored, and would be kept for nothing."""
+    with TieredPromptCache(tmp_path, block_tokens=BLOCK) as cache:
+        tokens = list(range(18))
+        serve(cache, tokens, [16])
+        pinned = cache.pin(MODEL, tokens)
+        assert pinned.n_tokens == 16
+        for pin in (lambda: None, lambda: (cache.unpin_id(pinned.id), cache.pin_id(pinned.id))):
+            pin()
+            cache._store.cold.trim_to(0)
+            cache.trim_to(n_bytes=0)
+            assert hit(cache, tokens) == 16
+        cache.unpin(MODEL, tokens)
+        cache._store.cold.trim_to(0)
+        assert cache.stats().cold.n_blocks == 0

@@ -11,7 +11,6 @@ from typing import Any
 from tieredkv import page, steering
 from tieredkv.access import check_access
 from tieredkv.calls import Answer, Call, Misuse, Server, json_answer, path_of, refusal
-from tieredkv.core import Keeping
 from tieredkv.exposition import Reading, exposition
 from tieredkv.texts import Texts
 from tieredkv.tiers.tree import PrefixUsage
@@ -75,7 +74,8 @@ def stats(server: Server) -> dict[str, Any]:
     cache, journal = server.cache, server.journal
     now, details, directory = cache.stats(), cache.details(), cache.directory
     prefixes = cache.prefixes(_PREFIXES)
-    keeping = cache.keeping([usage.id for usage in prefixes])
+    # As of now, also where the rest is some minutes old: the page has a button for it.
+    pinned = cache.pinned_among([usage.id for usage in prefixes])
     faults = sorted((*journal.faults(), *details.faults), key=lambda fault: -fault.time)
     return {
         "time": time.time(),
@@ -94,12 +94,14 @@ def stats(server: Server) -> dict[str, Any]:
         "counters": asdict(now),
         "history": [asdict(minute) for minute in journal.history()],
         "requests": [asdict(report) for report in journal.requests()],
-        "prefixes": [_prefix(usage, keeping[usage.id], server.texts) for usage in prefixes],
+        "prefixes": [
+            _prefix(usage, server.texts) | {"pinned": usage.id in pinned} for usage in prefixes
+        ],
         "faults": [asdict(fault) for fault in faults[:_FAULTS]],
     }
 
 
-def _prefix(usage: PrefixUsage, keeping: Keeping, texts: Texts) -> dict[str, Any]:
+def _prefix(usage: PrefixUsage, texts: Texts) -> dict[str, Any]:
     """A prefix of the store. Prompts of salted namespaces are not for everybody who looks here."""
     ends = [
         texts.of(usage.model, f"{usage.id} {part}", tokens)
@@ -116,8 +118,7 @@ def _prefix(usage: PrefixUsage, keeping: Keeping, texts: Texts) -> dict[str, Any
         "bytes": usage.bytes,
         "uses": usage.uses,
         "last_use": usage.last_use / 1e9,
-        "pinned": keeping.is_pinned,
-        "expires": keeping.expires / 1e9 if keeping.expires else None,
+        "expires": usage.expires / 1e9 if usage.expires else None,
         "text": between.join(known) if known and len(known) == len(ends) else None,
     }
 

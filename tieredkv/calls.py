@@ -95,6 +95,9 @@ class Server(Protocol):
     def cache_api(self) -> str:
         """Who may use the API: "local", "anywhere" or "off"."""
 
+    def settle(self, timeout: float) -> None:
+        """Wait until what has been answered is stored, for at most so many seconds."""
+
     @property
     def models(self) -> list[str]:
         """Names of the models that are loaded."""

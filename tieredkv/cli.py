@@ -10,11 +10,22 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from tieredkv.commands import bench, compact, completion, explain, ls, prune, stats, verify
+from tieredkv.commands import (
+    bench,
+    compact,
+    completion,
+    explain,
+    ls,
+    pin,
+    prune,
+    stats,
+    unpin,
+    verify,
+)
 from tieredkv.commands.console import FAILED, STATUS
 from tieredkv.core import TieredKVError
 
-_COMMANDS = (stats, ls, explain, prune, verify, compact, bench, completion)
+_COMMANDS = (stats, ls, explain, pin, unpin, prune, verify, compact, bench, completion)
 
 _EXAMPLES = f"""\
 examples:

@@ -442,16 +442,6 @@ class Pinned:
     n_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Keeping:
-    """How long a prefix stays: until it is unpinned, or until it ``expires``, in Unix ns; 0 for
-    never.
-    """
-
-    is_pinned: bool = False
-    expires: int = 0
-
-
 @runtime_checkable
 class Tier(Protocol):
     """Where blocks live. One contract, one test suite, for every implementation.
@@ -671,13 +661,13 @@ class Codec(Protocol):
         """
 
 
+# Where `default_cold_dir` is, for people: the same text on every machine.
+DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
+
+
 def later(a: int, b: int) -> int:
     """The later of two expiries: 0 is never."""
     return max(a, b) if a and b else 0
-
-
-# Where `default_cold_dir` is, for people: the same text on every machine.
-DEFAULT_COLD_DIR = "~/.cache/tieredkv, on macOS ~/Library/Caches/tieredkv"
 
 
 def default_cold_dir() -> Path:

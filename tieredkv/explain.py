@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
@@ -26,7 +27,7 @@ _LONGEST_VALUE = 80
 
 # How far a hit goes, or why there is none. Those of another namespace are "other_" and a field's
 # name.
-HIT, ENDED, DIVERGED, EVICTED = "hit", "ended", "diverged", "evicted"
+HIT, ENDED, DIVERGED, EVICTED, EXPIRED = "hit", "ended", "diverged", "evicted", "expired"
 STATE, STEPS, PACE = "state", "steps", "pace"
 SHORT, EMPTY, ABSENT, AMBIGUOUS = "short", "empty", "absent", "ambiguous"
 CHANGED, UNREADABLE = "changed", "unreadable"
@@ -65,12 +66,12 @@ class Explanation:
 
     ``reason`` says in a word why not more, ``text`` in sentences for people: "hit" (all but the
     last token, which is always computed), "ended" (nothing stored goes on like the prompt),
-    "diverged", "evicted", "state" (no snapshot or window before), "steps" (quantized while it is
-    computed, so hits end with a step), "pace" (slower to read than to compute), "short" (no token
-    to look for), "empty" (nothing stored at all), "absent" (nothing for this model), "ambiguous"
-    (several layouts, and no model that was bound), "changed" (the model's files were replaced
-    while it was loaded), "unreadable" (the store), or "other_" and the field of the first of
-    ``differences``.
+    "diverged", "evicted", "expired", "state" (no snapshot or window before), "steps" (quantized
+    while it is computed, so hits end with a step), "pace" (slower to read than to compute), "short"
+    (no token to look for), "empty" (nothing stored at all), "absent" (nothing for this model),
+    "ambiguous" (several layouts, and no model that was bound), "changed" (the model's files were
+    replaced while it was loaded), "unreadable" (the store), or "other_" and the field of the first
+    of ``differences``.
 
     ``n_stored`` tokens of the prompt are there, whether they can be restored or not, and
     ``n_elsewhere`` in the nearest namespace that isn't this model's as it is now, which is the one
@@ -144,11 +145,13 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What a tier has at the end of what was found: token ids of the blocks ``beside`` the
-    prompt's next one, and whether that or a later one ``was_evicted``.
+    prompt's next one, and whether that or a later one ``was_evicted``, or that one is there but
+    ``has_expired``.
     """
 
     beside: tuple[bytes, ...] = ()
     was_evicted: bool = False
+    has_expired: bool = False
 
 
 # ---- namespaces
@@ -280,7 +283,8 @@ def _host_differences(stored: str, asked: str) -> Iterator[Difference]:
     a, b = (_HOST.fullmatch(host) for host in (stored, asked))
     if a is None or b is None:
         if stored != asked:
-            yield _difference("device", stored, asked, f"stored by {stored}, this is {asked}")
+            text = f"stored by {stored or 'an unknown host'}, this is {asked}"
+            yield _difference("device", stored, asked, text)
         return
     pairs = zip(_HOST_FIELDS, a.groups(""), b.groups(""), strict=True)
     for field, x, y in pairs:
@@ -346,7 +350,10 @@ def gather(rows: Rows, tokens: Tokens, found: Found) -> Evidence:
     chain, first = found.chain, found.last
     whole = keys.chain(chain.root, tokens, chain.block_tokens, chain.keys[:first])
     coming = (*chain.keys[first:], *whole.keys[first:])
-    return Evidence(beside, any(map(rows.is_ghost, coming)))
+    # What has expired is there for some seconds yet.
+    now = time.time_ns()
+    has_expired = any(rows.has(key) and rows.has_expired(key, now) for key in coming[:1])
+    return Evidence(beside, any(map(rows.is_ghost, coming)), has_expired)
 
 
 def next_block(tokens: Tokens, found: Found) -> tuple[BlockKey, bytes]:
@@ -430,17 +437,19 @@ def _within(tokens: Tokens, found: Found, evidence: Evidence) -> Explanation:
     lead = _lead(n, n_prompt)
     if n == n_prompt - 1:
         return replace(made, text=f"{lead}: all but the last, which is always computed.")
+    made = replace(made, divergence=_divergence(tokens, found, evidence.beside))
     if found.n_stored > n:
         return replace(made, reason=found.limit, text=f"{lead}. {_limit(found)}")
-    divergence = _divergence(tokens, found, evidence.beside)
+    if evidence.has_expired:
+        return replace(made, reason=EXPIRED, text=f"{lead}. What comes next has expired.")
     if evidence.was_evicted:
         text = "What comes next was stored, and evicted to make room."
-        return replace(made, reason=EVICTED, text=f"{lead}. {text}", divergence=divergence)
-    if divergence is None:
+        return replace(made, reason=EVICTED, text=f"{lead}. {text}")
+    if made.divergence is None:
         return replace(made, reason=ENDED, text=f"{lead}. What is stored ends there.")
     where = f"token {n:,}" if n else "the first token"
     text = f"{lead}. From {where} on what is stored differs."
-    return replace(made, reason=DIVERGED, text=text, divergence=divergence)
+    return replace(made, reason=DIVERGED, text=text)
 
 
 def _limit(found: Found) -> str:

@@ -8,9 +8,15 @@ from typing import Any, NoReturn
 
 from mlx_lm import server as upstream
 
-from tieredkv.core import COLD_ADMIT, COLD_QUANTIZE, DEFAULT_COLD_DIR, default_cold_dir
+from tieredkv.core import (
+    COLD_ADMIT,
+    COLD_QUANTIZE,
+    DEFAULT_COLD_DIR,
+    PIN_SHARE,
+    default_cold_dir,
+)
 from tieredkv.patch import in_upstream
-from tieredkv.units import size
+from tieredkv.units import duration, share, size
 
 # Share of the machine's memory that the hot tier may take if no cap is given.
 HOT_SHARE = 8
@@ -99,6 +105,21 @@ def parser() -> argparse.ArgumentParser:
         default=_COLD_BYTES,
         metavar="SIZE",
         help="Cap on the file that holds them (default: 16GiB)",
+    )
+    group.add_argument(
+        "--prompt-cache-ttl",
+        type=duration,
+        metavar="TIME",
+        help="Forget prompts that were not used for this long: 90s, 45m, 12h, 30d; requests may "
+        "say so for themselves with a field cache_ttl (default: only when there is no room)",
+    )
+    group.add_argument(
+        "--pin-share",
+        type=share,
+        default=PIN_SHARE,
+        metavar="SHARE",
+        help="The most of --prompt-cache-disk-bytes that pinned prompts may take "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--cold-admit",

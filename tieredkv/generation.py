@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import logging
 import os
 import pickle
 import queue
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -201,6 +203,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         self.cache = prompt_cache
         self.journal = Journal()
         self.texts = Texts()
+        self._settling: queue.SimpleQueue[threading.Event] = queue.SimpleQueue()
         # By id, since contexts can't be hashed.
         self._contexts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # Segments and types of the prompt that was tokenized last, None if it has images:
@@ -224,6 +227,9 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
     def _next_request(self, timeout: float | None = None) -> Any:
         self._make_texts()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._settling.get_nowait().set()
         request = super()._next_request(timeout)
         if request is None:
             return None
@@ -281,11 +287,11 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
                 segments, types = [prompt[:start], prompt[start:]], ["user", "assistant"]
         if self.cli_args.prefill_checkpoint:
             segments, types = prefill.cut(segments, types, self.cli_args.prefill_checkpoint)
-        salt = getattr(request, "cache_salt", b"")
-        if salt:
-            prompt = SaltedPrompt(prompt, salt)
-        if salt and vision is not None:
-            vision.cache_key = SaltedPrompt(vision.cache_key, salt)
+        salt, ttl = getattr(request, "cache_salt", b""), getattr(request, "cache_ttl", None)
+        if salt or ttl:
+            prompt = SaltedPrompt(prompt, salt, ttl)
+        if (salt or ttl) and vision is not None:
+            vision.cache_key = SaltedPrompt(vision.cache_key, salt, ttl)
         if getattr(request, "only_identify", False):
             stored_as = prompt if vision is None else vision.cache_key
             raise _Identified(self.model_provider.model_key, stored_as)
@@ -375,6 +381,14 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         """Names of the model that is loaded, if one is, and of what it is loaded with."""
         key = self.model_provider.model_key
         return [str(name) for name in key or () if name is not None]
+
+    def settle(self, timeout: float) -> None:
+        """Wait until what has been answered is stored, too: upstream sends the last token first.
+        For at most ``timeout`` seconds, since other answers may keep it from the next request.
+        """
+        settled = threading.Event()
+        self._settling.put(settled)
+        settled.wait(timeout)
 
     # ---- a request, on its client's thread
 

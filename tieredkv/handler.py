@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import socket
+from argparse import ArgumentTypeError
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from tieredkv.core import ColdTierUnavailable
 from tieredkv.journal import Course, RequestReport
 from tieredkv.keys import tenant
 from tieredkv.prefill import Cancelled
+from tieredkv.units import duration
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -79,6 +81,8 @@ class _Client:
         self.failure: Exception | None = None
         # What its prompts are kept apart by.
         self.cache_salt = b""
+        # After how many seconds they expire; None for what the server is told.
+        self.cache_ttl: float | None = None
         self.course = Course()
 
     def __getattr__(self, name: str) -> Any:
@@ -96,6 +100,7 @@ class _Client:
     def generate(self, request: Any, args: Any, progress_callback: Any = None) -> Any:
         """The generator's, noting why it could not."""
         request.cache_salt = self.cache_salt
+        request.cache_ttl = self.cache_ttl
         try:
             return self._generator.generate(
                 request, args, progress_callback, self.is_gone, self.course
@@ -317,8 +322,7 @@ class TieredAPIHandler(upstream.APIHandler):
             raise ValueError("draft_model must be a string")
         if not (adapter is None or isinstance(adapter, str)):
             raise ValueError("adapters must be a string")
-        _check_body(body)
-        self.response_generator.cache_salt = self._cache_salt()
+        self._check_own_fields()
         is_chat = "messages" in body
         request = self.handle_chat_completions() if is_chat else self.handle_text_completions()
         return request, upstream.GenerationArguments(
@@ -411,10 +415,19 @@ class TieredAPIHandler(upstream.APIHandler):
         for token, bias in (self.logit_bias or {}).items():
             _finite(f"logit_bias of {token}", bias)
         self._validate("xtc_threshold", float, max_val=0.5)
-        _check_body(self.body)
-        self.response_generator.cache_salt = self._cache_salt()
+        self._check_own_fields()
         if self.stream_options is not None:
             self.stream_options = {"include_usage": False, **self.stream_options}
+
+    def _check_own_fields(self) -> None:
+        """Check what upstream takes as it is, and tell the client what is ours.
+
+        Raises:
+            ValueError: the client gets its text.
+        """
+        _check_body(self.body)
+        self.response_generator.cache_salt = self._cache_salt()
+        self.response_generator.cache_ttl = _ttl(self.body.get("cache_ttl"))
 
     def _cache_salt(self) -> bytes:
         """What keeps this request's prompts apart from others': its API key, if the server is
@@ -454,6 +467,24 @@ def _finite(name: str, value: float) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite")
     return number
+
+
+def _ttl(value: Any) -> float | None:
+    """Seconds that a request says its prompt is to be kept for after its last use.
+
+    Raises:
+        ValueError: it is neither a positive number of seconds nor text such as "30m".
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        try:
+            return duration(value)
+        except ArgumentTypeError as e:
+            raise ValueError(f"cache_ttl: {e}") from e
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ValueError('cache_ttl must be a number of seconds above 0, or text such as "30m"')
+    return _finite("cache_ttl", value)
 
 
 def _is_text(text: str) -> bool:

@@ -721,15 +721,7 @@ def adopt(blocks: Sequence[Block]) -> list[Block]:
         return list(blocks)
     mx.clear_cache()  # as in `_eval_exact`: arrays made from host memory are allocated at once
     adopted = [
-        Block(
-            b.root,
-            b.parent,
-            b.key,
-            b.tokens,
-            b.specs,
-            tuple(_as_array(t, s) for t, s in zip(b.tensors, b.specs, strict=True)),
-            b.grade,
-        )
+        replace(b, tensors=tuple(_as_array(t, s) for t, s in zip(b.tensors, b.specs, strict=True)))
         for b in blocks
     ]
     mx.eval([b.tensors for b in adopted])

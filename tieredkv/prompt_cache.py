@@ -36,7 +36,6 @@ from tieredkv.core import (
     Chain,
     Config,
     FetchReport,
-    Keeping,
     Namespace,
     Pinned,
     Place,
@@ -72,8 +71,8 @@ _COPIES = 2
 # How long who pins or prunes waits for what is to be written before.
 _DRAIN_SECONDS = 60.0
 
-# In Unix ns: what a row has room for.
-_LAST_EXPIRY = (1 << 63) - 1
+# Seconds; what is kept for longer is kept for so long. A row has room for no more than 64 bits.
+_LONGEST_TTL = 1e9
 
 
 def host_of(quantization: Quantization | None) -> str:
@@ -377,27 +376,9 @@ class TieredPromptCache:
             TypeError, ValueError, OverflowError: ``tokens`` are not token ids.
         """
         ids = keys.as_tokens(tokens)
-        if not self._close.alive:
-            return missed(UNREADABLE, "the cache is closed", len(ids))
-        with self._lock:
-            try:
-                base = self._base(model, _tenant(tokens))
-            except (IdentityChanged, OSError, ValueError) as e:
-                return missed(CHANGED, str(e), len(ids))
-            shape = self._layouts.get(_unsalted(base))
-        shapes = [shape] if shape else self._stored_layouts(base)
-        if len(shapes) > 1:
-            why = "several layouts are stored for this model, and which is its own isn't known yet"
-            return missed(AMBIGUOUS, why, len(ids))
-        forms = [Asked(replace(base, layout=shape.to_json()), shape) for shape in shapes]
-        inquiry = Inquiry(
-            self._store.hot,
-            self._store.cold,
-            self._store.config.cold_dir,
-            self._quantization,
-            self._store.pace.is_faster_read,
-        )
-        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
+        with self._contained("explain"):
+            return self._explain(model, ids, _tenant(tokens))
+        return missed(UNREADABLE, "a fault that the log tells of", len(ids))
 
     def prefixes(self, n: int) -> list[PrefixUsage]:
         """The ``n`` prefixes in the cold tier that most requests found, the first the most.
@@ -467,10 +448,9 @@ class TieredPromptCache:
         """
         return self._store.cold.pinned_bytes
 
-    def keeping(self, ids: Sequence[str]) -> dict[str, Keeping]:
-        """How long the prefixes with these ids stay on disk. Any thread."""
-        found = self._store.cold.consult(lambda rows: pins.keeping(rows, ids))
-        return dict.fromkeys(ids, Keeping()) | (found or {})
+    def pinned_among(self, ids: Sequence[str]) -> frozenset[str]:
+        """Those of these ids that can be unpinned. Any thread."""
+        return self._store.cold.consult(lambda rows: pins.among(rows, ids)) or frozenset()
 
     def would_prune(self, criteria: Criteria) -> Pruned:
         """What `prune` would delete on disk as of now. Reads the whole index. Any thread."""
@@ -561,6 +541,29 @@ class TieredPromptCache:
             Form(root, packed, how.settled, n_tokens, how.step),
             Form(keys.namespace_key(namespace), plain, 1, how.start - 1, how.step),
         ]
+
+    def _explain(self, model: Hashable, ids: Tokens, tenant: bytes) -> Explanation:
+        if not self._close.alive:
+            return missed(UNREADABLE, "the cache is closed", len(ids))
+        with self._lock:
+            try:
+                base = self._base(model, tenant)
+            except (IdentityChanged, OSError, ValueError) as e:
+                return missed(CHANGED, str(e), len(ids))
+            shape = self._layouts.get(_unsalted(base))
+        shapes = [shape] if shape else self._stored_layouts(base)
+        if len(shapes) > 1:
+            why = "several layouts are stored for this model, and which is its own isn't known yet"
+            return missed(AMBIGUOUS, why, len(ids))
+        forms = [Asked(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        inquiry = Inquiry(
+            self._store.hot,
+            self._store.cold,
+            self._store.config.cold_dir,
+            self._quantization,
+            self._store.pace.is_faster_read,
+        )
+        return inquiry.explain(Wanted(forms[0].namespace if forms else base), ids, forms)
 
     def _insert(self, model: Hashable, tokens: Sequence[int], caches: list[Any], kind: str) -> None:
         try:
@@ -782,7 +785,7 @@ class TieredPromptCache:
         ttl = tokens.ttl if isinstance(tokens, SaltedPrompt) else None
         if ttl is None:
             ttl = self._store.config.ttl
-        return 0 if ttl is None else min(time.time_ns() + int(ttl * 1e9), _LAST_EXPIRY)
+        return 0 if ttl is None else time.time_ns() + int(min(ttl, _LONGEST_TTL) * 1e9)
 
     def _chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
         root = keys.namespace_key(namespace)

@@ -80,13 +80,27 @@ def of_chat(
     return list(map(int, tokenized[0]))
 
 
-def as_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+def as_line(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Token ids as one line that is safe to print: white space is one space, and what a terminal
-    would obey is left out. Images are "[image]".
+    would obey is replaced. Images are "[image]".
     """
+    line = " ".join(_decoded(tokenizer, tokens).split())
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+def as_literal(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """As `as_line`, but exact: white space other than spaces, and all that isn't printable, is
+    written as in a Python string, such as ``\\n``.
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode()
+        for c in _decoded(tokenizer, tokens)
+    )
+
+
+def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
     vocabulary = len(tokenizer)
     parts = []
     for is_word, ids in groupby(tokens, lambda token: 0 <= token < vocabulary):
         parts.append(str(tokenizer.decode(list(ids))) if is_word else "[image]")
-    line = " ".join("".join(parts).split())
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    return "".join(parts)

@@ -48,6 +48,8 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
         reserve_bytes=args.prompt_cache_reserve,
         cold_quantize=args.cold_quantize,
         cold_admit=args.cold_admit,
+        ttl=args.prompt_cache_ttl,
+        pin_share=args.pin_share,
         ranks=_ranks(args),
     )
     if args.cold_quantize != "none":

@@ -21,12 +21,13 @@ from tieredkv.calls import (
     error,
     json_answer,
 )
-from tieredkv.core import Pinned, PinRefused
+from tieredkv.core import ColdTierUnavailable, Pinned, PinRefused
 from tieredkv.keys import tenant, tenant_salt
 from tieredkv.tiers.pruning import Criteria, Pruned
 from tieredkv.units import duration, size
 
 _WARMED = 1024
+_SETTLE_SECONDS = 60.0
 _TEXT_CHARACTERS = 1024
 
 _N = TypeVar("_N", int, float)
@@ -43,7 +44,9 @@ def warm(call: Call, server: Server) -> Answer:
     """``POST /v1/cache/warm``."""
     body = body_of(call)
     if "requests" not in body:
-        return json_answer({"results": [_warmed(call, server, _to_warm(body))], "failed": 0})
+        result = _warmed(call, server, _to_warm(body))
+        server.settle(_SETTLE_SECONDS)
+        return json_answer({"results": [result], "failed": 0})
     check_fields(body, frozenset(("requests", "pin", "cache_ttl")))
     requests = body["requests"]
     if not isinstance(requests, list) or not 0 < len(requests) <= _WARMED:
@@ -52,6 +55,7 @@ def warm(call: Call, server: Server) -> Answer:
     # All are looked at before the first is computed, which may take hours.
     wanted = [_to_warm(shared, request, f"requests[{i}].") for i, request in enumerate(requests)]
     results = [_warmed_or_failed(call, server, each) for each in wanted]
+    server.settle(_SETTLE_SECONDS)
     return json_answer({"results": results, "failed": sum("error" in each for each in results)})
 
 
@@ -88,9 +92,12 @@ def _warmed(call: Call, server: Server, wanted: _Wanted) -> dict[str, Any]:
     if not wanted.pin:
         return report
     try:
+        # By then it is stored: prompts are identified where they are computed, one after another.
         pinned = _pin(server, *call.prompts.identify(wanted.request))
     except PinRefused as e:
         raise _refused(e) from e
+    except ColdTierUnavailable as e:
+        raise Misuse(503, "cold_unavailable", str(e)) from e
     return report | {"pinned": _prefix_of(pinned)}
 
 

@@ -44,6 +44,21 @@ def duration(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1, as text.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= 1:
+        raise ArgumentTypeError(f"{text!r} is not a share like 0.5, from 0 to 1")
+    return value
+
+
 def bytes_text(n: float) -> str:
     """A number of bytes for people, in powers of 1000."""
     for unit in ("B", "KB", "MB", "GB"):
@@ -55,9 +70,16 @@ def bytes_text(n: float) -> str:
 
 def age_text(seconds: float) -> str:
     """How long ago something was, for people: "just now", "45s ago", "3h ago", "12d ago"."""
-    if seconds < 10:
-        return "just now"
-    for unit, factor in (("w", 14 * 86400), ("d", 2 * 86400), ("h", 2 * 3600), ("m", 2 * 60)):
-        if seconds >= factor:
-            return f"{seconds // _SECONDS[unit]:.0f}{unit} ago"
-    return f"{seconds:.0f}s ago"
+    return "just now" if seconds < 10 else f"{_span_text(seconds)} ago"
+
+
+def left_text(seconds: float) -> str:
+    """How long it takes until something expires, for people: "expires in 3h"."""
+    return "expired" if seconds <= 0 else f"expires in {_span_text(seconds)}"
+
+
+def _span_text(seconds: float) -> str:
+    for unit, least in (("w", 14 * 86400), ("d", 2 * 86400), ("h", 2 * 3600), ("m", 2 * 60)):
+        if seconds >= least:
+            return f"{seconds // _SECONDS[unit]:.0f}{unit}"
+    return f"{seconds:.0f}s"

@@ -239,9 +239,9 @@ def _as_json(explained: Explanation, tokenizer: Any) -> dict[str, Any]:
 
 
 def _text(tokens: Sequence[int], tokenizer: Any) -> str | None:
-    from tieredkv.prompts import as_text  # late: it loads mlx
+    from tieredkv.prompts import as_literal  # late: it loads mlx
 
-    return None if tokenizer is None else as_text(tokenizer, tokens)
+    return None if tokenizer is None else as_literal(tokenizer, tokens)
 
 
 def _as_lines(explained: Explanation, tokenizer: Any) -> list[str]:
@@ -263,9 +263,9 @@ def _as_lines(explained: Explanation, tokenizer: Any) -> list[str]:
 def _parting(divergence: Divergence, tokenizer: Any) -> list[str]:
     """Both sides of the point at which two prompts part."""
     sides = (
-        ("both", "… ", divergence.before, ">|"),
-        ("prompt", "|>", divergence.prompt, " …"),
-        ("stored", "|>", divergence.stored, " …"),
+        ("both", "…", divergence.before, "|"),
+        ("prompt", "|", divergence.prompt, "…"),
+        ("stored", "|", divergence.stored, "…"),
     )
     lines = [f"  they part at token {divergence.index:,}:"]
     for name, left, tokens, right in sides:

@@ -17,7 +17,7 @@ from tieredkv.tiers.cold import ColdReader
 from tieredkv.tiers.ledger import Rows
 from tieredkv.tiers.pruning import Criteria
 from tieredkv.tiers.tree import BY_USE, SORTS, Node, Tree, ends, grow
-from tieredkv.units import age_text, bytes_text
+from tieredkv.units import age_text, bytes_text, left_text
 
 # Branches of a prefix, and levels, that are shown to people if they don't say how many.
 _LIMIT, _DEPTH = 10, 6
@@ -194,9 +194,9 @@ class _Tokenizers:
 
 def _words(line: _Line, tokenizer: Any) -> tuple[str, str]:
     """The text at the start and at the end of what a prefix adds."""
-    from tieredkv.prompts import as_text  # late: it loads mlx
+    from tieredkv.prompts import as_line  # late: it loads mlx
 
-    start, end = as_text(tokenizer, line.start), as_text(tokenizer, line.end)
+    start, end = as_line(tokenizer, line.start), as_line(tokenizer, line.end)
     return _cut(start, _CHARACTERS), _cut(end[::-1], _CHARACTERS)[::-1]
 
 
@@ -276,7 +276,10 @@ def _head(tree: Tree) -> list[str]:
 
 
 def _cells(node: Node) -> tuple[str, ...]:
-    more = [f"{bytes_text(node.freed_bytes)} with all below"] * bool(node.n_children)
+    more = ["pinned"] * node.pinned
+    if node.expires:
+        more.append(left_text(node.expires / 1e9 - time.time()))
+    more += [f"{bytes_text(node.freed_bytes)} with all below"] * bool(node.n_children)
     more += [f"{node.n_snapshots:,} snapshots"] * bool(node.n_snapshots)
     more += [f"{node.n_windows:,} windows"] * bool(node.n_windows)
     return (
@@ -324,6 +327,8 @@ def _node_json(line: _Line, tokenizer: Any) -> dict[str, object]:
         "freed_bytes": node.freed_bytes,
         "last_use": node.last_use,
         "uses": node.uses,
+        "pinned": node.pinned,
+        "expires": node.expires,
         "branches": node.n_children,
         "start": start,
         "end": end,

@@ -25,7 +25,8 @@ examples:
   tieredkv prune --model ./old --older-than 12h    both must hold
   tieredkv prune --cache-salt alice --yes          all of one tenant, without a question
   tieredkv prune --to 20GB --dry-run               what an eviction down to 20 GB would take
-  tieredkv prune --to 0                            everything
+  tieredkv prune --to 0                            everything but what is pinned
+  tieredkv prune --to 0 --pinned                   everything
 
 What is removed stays readable in the file until it is overwritten, or tieredkv compact was run.
 Servers that run keep what they have in memory, and may write it again when it is used.
@@ -72,6 +73,9 @@ def add(commands: Any) -> None:
         metavar="SIZE",
         help="the least worth keeping first, until this much is in use: 500MB, 4GiB",
     )
+    prune.add_argument(
+        "--pinned", action="store_true", help="pinned prompts too, which stay otherwise"
+    )
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     prune.add_argument("--yes", action="store_true", help="don't ask")
 
@@ -107,11 +111,12 @@ def _criteria(options: argparse.Namespace) -> Criteria:
         salt=salt if salted or options.unsalted else None,
         unused_since=None if age is None else time.time_ns() - int(age * 1e9),
         to_bytes=options.to,
+        pinned=options.pinned,
     )
-    if criteria == Criteria():
+    if criteria == Criteria(pinned=options.pinned):
         options.parser.error(
             "say what is to go: --model, --salt, --cache-salt, --api-key, --unsalted, "
-            "--older-than, --to (--to 0 for everything)"
+            "--older-than, --to (--to 0 for everything); --pinned is no condition"
         )
     return criteria
 

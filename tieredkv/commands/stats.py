@@ -67,6 +67,11 @@ def _report(folder: Path, usage: ColdUsage) -> str:
             f"{bytes_text(usage.encoded_bytes)} of new blocks since the file was made "
             f"({usage.disk_bytes / usage.encoded_bytes:.2f}x, {_counted_by()})"
         )
+    if usage.pinned_blocks:
+        lines.append(
+            f"  {usage.pinned_blocks} blocks, {bytes_text(usage.pinned_bytes)}, are kept for "
+            "prompts that are pinned (tieredkv pin lists them)"
+        )
     for namespace in usage.namespaces:
         lines += ["", *_namespace_lines(namespace)]
     if not usage.namespaces:

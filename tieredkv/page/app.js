@@ -124,13 +124,14 @@ async function toggle(prefix, button) {
   button.disabled = true;
   setText(result, "");
   try {
-    await ask(`/v1/cache/${verb}`, {
+    const { tokens, bytes } = await ask(`/v1/cache/${verb}`, {
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({ id: prefix.id }),
     });
     result.className = "result";
-    setText(result, `${done} ${prefix.id}: ${format.plural(prefix.tokens, "token")}.`);
+    const size = `${format.plural(tokens, "token")}, ${format.bytes(bytes)}`;
+    setText(result, `${done} ${prefix.id}: ${size}.`);
   } catch (failure) {
     const why = failure instanceof Refused ? failure.message : "the server can't be reached";
     result.className = "result failed";

@@ -58,7 +58,7 @@ export function prefixRow(toggle) {
     shown = prefix;
     // Without a text there still is something to tell apart by: the id.
     const known = prefix.text?.trim() ? prefix.text : null;
-    setValue(text, known ?? "text not known", known);
+    setValue(text, known ?? "text not shown", known);
     text.classList.toggle("unknown", known == null);
     setText(id, prefix.id);
     setValue(cells.model, format.modelName(prefix.model), prefix.model);

@@ -23,6 +23,7 @@ from tieredkv.tiers.records import (
     piece_key,
     unpack_namespace,
     unpack_number,
+    unpack_order,
 )
 
 
@@ -119,7 +120,10 @@ def _use_faults(rows: Rows, count: _Count) -> Iterator[tuple[str, str]]:
             due.add(due_key(use.expires, key))
     yield from _differences(set(count.records), seen, "use record")
     ordered = {key for key, _ in rows.rows("order")}
-    yield from _differences(leaves, ordered, "order row")
+    misplaced = {row for row in ordered if unpack_order(row)[2] in pinned}
+    for row in misplaced:
+        yield unpack_order(row)[2].hex(), "is pinned, and stands in order"
+    yield from _differences(leaves, ordered - misplaced, "order row")
     yield from _differences(due, {key for key, _ in rows.rows("due")}, "row in due")
 
 

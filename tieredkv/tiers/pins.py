@@ -10,7 +10,7 @@ import json
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tieredkv.core import BlockKey, Chain, CorruptBlob, Keeping, Pinned, PinRefused, Place
+from tieredkv.core import BlockKey, Chain, CorruptBlob, Pinned, PinRefused, Place
 from tieredkv.keys import (
     LEAST_ID_DIGITS,
     WINDOW_TOKENS,
@@ -29,11 +29,12 @@ _KEY_DIGITS = 64
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """A pinned prefix, for people: whose it is, and when it was pinned in Unix ns. ``n_bytes`` are
-    those on disk of all its blocks.
+    """A pinned prefix, for people: whose it is, and when it was pinned in Unix ns. ``key`` is that
+    of its last block in hex digits, ``n_bytes`` are those on disk of all its blocks.
     """
 
     id: str
+    key: str
     name: str
     n_tokens: int
     n_bytes: int
@@ -230,17 +231,15 @@ def listed(rows: Rows) -> list[PinnedPrefix]:
     for key in sorted(ends(rows), key=lambda key: when[key]):
         record, prefix = rows.record(key), told(rows, key)
         name = names.get(record.root, "") if record else ""
-        found.append(PinnedPrefix(prefix.id, name, prefix.n_tokens, prefix.n_bytes, when[key]))
+        found.append(
+            PinnedPrefix(prefix.id, key.hex(), name, prefix.n_tokens, prefix.n_bytes, when[key])
+        )
     return found
 
 
-def keeping(rows: Rows, ids: Iterable[str]) -> dict[str, Keeping]:
-    """How long the prefixes of ``ids`` that are here stay: of each what its own last block says."""
-    found = {}
-    for prefix in ids:
-        for key in rows.starting(prefix):
-            found[prefix] = Keeping(rows.is_pinned(key), rows.use(key).expires)
-    return found
+def among(rows: Rows, ids: Iterable[str]) -> frozenset[str]:
+    """Those of ``ids`` whose prefixes are pinned themselves, and not just kept by a longer one."""
+    return frozenset(prefix for prefix in ids if any(map(rows.is_pinned, rows.starting(prefix))))
 
 
 def absent() -> PinRefused:

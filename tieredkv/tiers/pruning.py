@@ -11,7 +11,15 @@ from tieredkv.core import BlockKey, Namespace
 from tieredkv.hazard import Choice, Counters, Shelves, Table, inherit
 from tieredkv.keys import base_key, namespace_key
 from tieredkv.tiers.ledger import CLOCK, NamespaceRow, Origin, Rows
-from tieredkv.tiers.records import Record, Totals, Use, describe, described, label, namespace_of
+from tieredkv.tiers.records import (
+    Record,
+    Totals,
+    Use,
+    describe,
+    described,
+    label,
+    namespace_of,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tieredkv.core import BlockKey
+from tieredkv.core import BlockKey, later
 from tieredkv.hazard import BLOCK, STATE
 from tieredkv.keys import prefix_id
 from tieredkv.tiers.ledger import NamespaceRow, Rows
@@ -41,7 +41,8 @@ class Node:
     of them in the run. ``blob_bytes`` are the encoded bytes of the run, with ``n_snapshots`` and
     ``n_windows`` that hang on it; ``freed_bytes``, in pages, is what would be free if it went, with
     all below it. ``last_use``, in Unix ns, and ``uses``, the later requests that found it, are of
-    it and of all below it.
+    it and of all below it. So are ``pinned``, whether a pin keeps it, and ``expires``, in Unix ns,
+    None for never.
     """
 
     id: str
@@ -57,6 +58,8 @@ class Node:
     freed_bytes: int
     last_use: int
     uses: int
+    pinned: bool
+    expires: int | None
     n_children: int
     first: BlockKey
     last: BlockKey
@@ -85,7 +88,8 @@ class Tree:
 @dataclass(frozen=True, slots=True)
 class PrefixUsage:
     """A prefix that prompts share, or a whole prompt: ``tokens`` from the start, ``bytes`` of all
-    its blocks encoded, ``uses`` the later requests that found it or more. ``last_use`` in Unix ns.
+    its blocks encoded, ``uses`` the later requests that found it or more. ``last_use`` and
+    ``expires`` are in Unix ns; the latter is None for never. ``pinned`` says that a pin keeps it.
 
     ``start`` and ``end`` are the first and last token ids of what it adds to the prefix above it,
     none if it is ``salted``: those are not for everybody.
@@ -97,6 +101,8 @@ class PrefixUsage:
     bytes: int
     uses: int
     last_use: int
+    pinned: bool
+    expires: int | None
     salted: bool
     start: tuple[int, ...]
     end: tuple[int, ...]
@@ -144,6 +150,8 @@ def _usage(rows: Rows, node: Node, tree: Tree) -> PrefixUsage:
         bytes=node.prefix_bytes,
         uses=node.uses,
         last_use=node.last_use,
+        pinned=node.pinned,
+        expires=node.expires,
         salted=tree.salted,
         start=start,
         end=end,
@@ -178,14 +186,16 @@ class Ranking:
 class _Table:
     """The blocks of some namespaces as columns, children of each behind one another.
 
-    ``used``, ``uses`` and ``freed`` are of a block and of all below it, ``blob`` of a block and of
-    the state that hangs on it.
+    ``used``, ``uses``, ``freed``, ``pinned`` and ``expires`` are of a block and of all below it,
+    ``blob`` of a block and of the state that hangs on it.
     """
 
     def __init__(self, rows: Rows, roots: frozenset[BlockKey]) -> None:
         self.keys: list[BlockKey] = []
         self.tokens, self.blob, self.freed, self.used, self.uses = (Array("q") for _ in range(5))
         self.snapshots, self.windows = Array("q"), Array("q")
+        self.pinned, self.expires = Array("q"), Array("q")
+        self._pins = rows.pins().keys()
         self.tops: dict[BlockKey, list[int]] = {root: [] for root in roots}
         self._kinds = bytearray()
         parents = self._read(rows)
@@ -218,6 +228,8 @@ class _Table:
         self.uses.append(use.standing.refs)
         self.snapshots.append(is_state and not record.tokens)
         self.windows.append(is_state and bool(record.tokens))
+        self.pinned.append(key in self._pins)
+        self.expires.append(use.expires)
 
     def _branches(self, parents: Array[int]) -> dict[int, list[int]]:
         """Children of each block that has some, state left out."""
@@ -239,6 +251,9 @@ class _Table:
                 continue
             self.freed[parent] += self.freed[i]
             self.used[parent] = max(self.used[parent], self.used[i])
+            self.pinned[parent] |= self.pinned[i]
+            if self._kinds[i] != STATE:
+                self.expires[parent] = later(self.expires[parent], self.expires[i])
             if self._kinds[i] == BLOCK:
                 # A request that ended in a tail is counted in the block before it, too.
                 self.uses[parent] += self.uses[i]
@@ -312,6 +327,8 @@ def _node(
         freed_bytes=table.freed[first],
         last_use=table.used[first],
         uses=table.uses[first],
+        pinned=bool(table.pinned[first]),
+        expires=None if table.pinned[first] else table.expires[first] or None,
         n_children=len(table.children.get(last, ())),
         first=table.keys[first],
         last=table.keys[last],
