@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import tiny  # noqa: E402 - found by the line before, also under mlx.launch
-from server import Local, Reply, free_port  # noqa: E402
+from server import Local, Reply  # noqa: E402
 
 import tieredkv.server  # noqa: E402
 from tieredkv import TieredPromptCache, keys  # noqa: E402
@@ -368,9 +368,9 @@ def launch(script: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def start_ranks(script: Sequence[str], logs: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
-    """Ranks as ``mlx.launch`` starts them, without its watching over them: one for each log."""
-    hosts = logs[0].with_name("hosts")
-    hosts.write_text(json.dumps([[f"127.0.0.1:{free_port()}"] for _ in logs]))
+    """Two ranks as ``mlx.launch`` starts them, without its watching over them, and their logs."""
+    hosts, port = logs[0].with_name("hosts"), adjacent_ports()
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port + rank}"] for rank in range(2)]))
     processes = []
     for rank, log in enumerate(logs):
         environment = {
