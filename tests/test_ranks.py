@@ -203,10 +203,10 @@ def test_what_cannot_be_sent_to_other_ranks_comes_as_its_text():
     assert str(result) == "Odd: 3 blocks"
 
 
-@pytest.fixture(scope="module", params=[("tensor", 8), ("hybrid", 6)], ids=["tensor", "hybrid"])
-def report(request, tmp_path_factory) -> rank_losses.Report:
-    case, n_requests = request.param
-    return rank_losses.run(case, n_requests, 3, tmp_path_factory.mktemp(case))
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> rank_losses.Report:
+    # Of the four the one in which the ranks' layers are unlike; ``make crash`` serves them all.
+    return rank_losses.run("hybrid", 6, 3, tmp_path_factory.mktemp("lossy"))
 
 
 def test_two_ranks_that_lose_their_state_answer_right(report):
@@ -288,7 +288,7 @@ def served(tmp_path_factory) -> Iterator[Served]:
 
 def test_ranks_end_together_on_an_interrupt(served):
     """If this failed, a rank would wait for one that has ended until it is killed."""
-    assert served.statuses == [0, 0]
+    assert served.statuses == [0, 0], served.logs
     assert not any("didn't end" in log for log in served.logs), served.logs
 
 

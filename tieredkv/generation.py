@@ -199,6 +199,9 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
     def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
         self.has_failed = False
+        self._is_ending = False
+        # A thread whose join was interrupted by a signal passes for ended.
+        self._has_ended = threading.Event()
         # Upstream's own reference goes with its thread.
         self.cache = prompt_cache
         self.journal = Journal()
@@ -215,13 +218,14 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     def _run_generate(self) -> None:
         super()._run_generate()
         lost = self._is_distributed or self.model_provider.model is None
-        if self._generation_failed and lost:
-            # The model given can't be loaded, or other ranks wait for this one for ever: nothing
-            # will be served any more.
+        if self._generation_failed and lost and not self._is_ending:
+            # The model given can't be loaded, or another rank is gone: nothing will be served any
+            # more.
             self.has_failed = True
             os.kill(os.getpid(), signal.SIGTERM)
         # A thread that used mlx and ends just before the process does can abort it otherwise.
         mx.clear_streams()
+        self._has_ended.set()
 
     # ---- a request, on the generation thread
 
@@ -487,19 +491,25 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
                 raise result
         return results
 
+    def join(self) -> None:
+        """Wait until nothing is generated any more; a signal may interrupt it."""
+        self._has_ended.wait()
+
     def stop_and_join(self) -> None:
         """Stop after the step under way, or give up on it after a few seconds.
 
         Of several ranks the first one has all of them stop there.
         """
+        self._is_ending = True
         for context in list(self._contexts.values()):
             context.stop()
         if self._is_distributed:
             self.requests.put((None, _End(), None))
         else:
             self._stop = True
-        self._generation_thread.join(_STOP_SECONDS)
-        if self._generation_thread.is_alive():
+        if self._has_ended.wait(_STOP_SECONDS):
+            self._generation_thread.join()
+        else:
             _LOG.warning("tieredkv: the step under way didn't end in time; ending without it")
 
 
