@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import mlx.core as mx
@@ -290,7 +291,10 @@ def administer(server: Local, report: Report) -> None:
     if by_id.status != 409:
         raise RuntimeError(by_id.body)
     gone = Request(f"http://127.0.0.1:{server.port}/v1/cache?pinned=true", method="DELETE")
-    urlopen(gone, timeout=60).close()
+    try:
+        urlopen(gone, timeout=60).close()
+    except HTTPError as e:
+        raise RuntimeError(e.read()) from e
     report.left_blocks = on_all("left")
 
 
@@ -322,7 +326,8 @@ def rank_main(options: argparse.Namespace) -> None:
             report.reused += restored[0]
             report.better += max(known)
             report.lesser += min(known)
-        administer(server, report)
+        if not options.tight:
+            administer(server, report)
         report.losses = server.generator.on_all_ranks("lost")
         report.stats = server.generator.on_all_ranks("counted")
         (folder / "report.json").write_text(json.dumps(asdict(report)))
