@@ -43,6 +43,8 @@ crash: venv
 	@$(BIN)/python -m tests.crash.disk --seconds 30
 	@echo "== faults while serving"
 	@$(BIN)/python -m tests.crash.serving
+	@echo "== two ranks that lose their state"
+	@$(BIN)/python tests/rank_losses.py
 	@echo "== damage"
 	@$(BIN)/python -m tests.crash.damage --count 10000
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_losses
 import tiny
 from server import Local
 
@@ -215,6 +216,20 @@ def test_quantized_state_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert said["done"] == 1
     with Local(model, store, *flags, "--prefill-checkpoint", "128") as server:
         assert server.chat(TEXT + "?").n_cached >= 256
+
+
+def test_a_run_on_several_ranks_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """Each rank would pass over what it has itself, and wait for the others for ever."""
+    flags = ["--model", str(models["qwen3"]), "--dir", str(tmp_path / "cold")]
+    command = ["-m", "tieredkv", "warm", *flags, str(write(tmp_path / "a.jsonl", {"prompt": "a"}))]
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    ranks = rank_losses.start_ranks(command, logs)
+    try:
+        assert [rank.wait(60) for rank in ranks] == [2, 2]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all("POST to /v1/cache/warm" in log.read_text() for log in logs)
 
 
 def test_a_prompt_that_cannot_be_rendered_is_said_and_the_others_are_warmed(

@@ -102,6 +102,20 @@ class Server(Protocol):
     def models(self) -> list[str]:
         """Names of the models that are loaded."""
 
+    @property
+    def n_ranks(self) -> int:
+        """How many processes serve a model together, each with a cache of its own."""
+
+    def on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the cache on each of them.
+
+        Returns:
+            What it came to, by rank.
+
+        Raises:
+            Exception: what it raised on the first rank on which it did.
+        """
+
 
 class Misuse(Exception):
     """A call that can't be served: an HTTP status, a code for programs, a text for people."""

@@ -81,6 +81,9 @@ class PinRefused(TieredKVError):
         super().__init__(detail)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[PinRefused], tuple[str, str]]:
+        return PinRefused, (self.reason, str(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
@@ -420,6 +423,7 @@ class StoreStats:
     ``disk_bytes`` over ``bytes_written`` is the write amplification, see `ColdCounters`.
     ``unadmitted`` are new blocks that were kept from the disk, see ``Config.cold_admit``.
     ``expired`` are blocks that were deleted from either tier since their time had passed.
+    ``unshared_tokens`` could have been restored here, but not by another rank.
     """
 
     hot: TierStats = TierStats()
@@ -445,6 +449,7 @@ class StoreStats:
     bytes_written: int = 0
     disk_bytes: int = 0
     unadmitted: int = 0
+    unshared_tokens: int = 0
     expired: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     remote: RemoteStats | None = None

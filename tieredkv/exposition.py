@@ -175,6 +175,13 @@ METRICS = (
         _one(lambda r: r.stats.recomputed),
     ),
     Described(
+        "tieredkv_unshared_tokens_total",
+        "counter",
+        "Tokens that this rank could have reused, but another one couldn't",
+        (),
+        _one(lambda r: r.stats.unshared_tokens),
+    ),
+    Described(
         "tieredkv_inserts_total",
         "counter",
         "Prompts whose state was stored, checkpoints included",

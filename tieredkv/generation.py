@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import logging
 import os
+import pickle
 import queue
 import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,6 +31,8 @@ from tieredkv.journal import Course, Journal
 from tieredkv.patch import in_upstream, make_rings_exact
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
 from tieredkv.texts import Texts
+
+_LOG = logging.getLogger("tieredkv")
 
 # How long a signal waits for the step under way before the process ends without it.
 _STOP_SECONDS = 5.0
@@ -88,6 +94,33 @@ class _Tap:
             self.context = item
         self._queue.put(item)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its client wants no more of it."""
+        return bool(self.context._should_stop)
+
+
+class _SharedTap(_Tap):
+    """Of a request that several ranks serve: its client has a context of its own, since upstream's
+    would stop this rank alone, and all others wait for it for ever.
+    """
+
+    _client: Any = None
+
+    def note_fetch(self, fetch: FetchReport) -> None:
+        super().note_fetch(fetch)
+        self._client.prompt_cache_count = self.context.prompt_cache_count
+
+    def put(self, item: Any) -> None:
+        if isinstance(item, upstream.GenerationContext):
+            self.context, self._client = item, copy.copy(item)
+            item = self._client
+        self._queue.put(item)
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._client._should_stop)
+
 
 class _Responses(queue.Queue[Any]):
     """What the generation thread has for one client, who may leave at any time."""
@@ -144,6 +177,18 @@ class _Identified(Exception):
         self.tokens = tokens
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What every rank is to do with its cache, in the order of requests: a method of it."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+class _End:
+    """Every rank is to end, in the order of requests."""
+
+
 def _stays() -> bool:
     """A client that is this process itself: never gone."""
     return False
@@ -153,7 +198,10 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     """Upstream's generation loop, made to end quickly and to refuse what would kill it."""
 
     def __init__(self, model_provider: TieredModelProvider, prompt_cache: TieredPromptCache):
-        self.failed_to_load = False
+        self.has_failed = False
+        self._is_ending = False
+        # A thread whose join was interrupted by a signal passes for ended.
+        self._has_ended = threading.Event()
         # Upstream's own reference goes with its thread.
         self.cache = prompt_cache
         self.journal = Journal()
@@ -169,12 +217,15 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
     def _run_generate(self) -> None:
         super()._run_generate()
-        if self._generation_failed and self.model_provider.model is None:
-            # The model given can't be loaded: nothing will ever be served.
-            self.failed_to_load = True
+        lost = self._is_distributed or self.model_provider.model is None
+        if self._generation_failed and lost and not self._is_ending:
+            # The model given can't be loaded, or another rank is gone: nothing will be served any
+            # more.
+            self.has_failed = True
             os.kill(os.getpid(), signal.SIGTERM)
         # A thread that used mlx and ends just before the process does can abort it otherwise.
         mx.clear_streams()
+        self._has_ended.set()
 
     # ---- a request, on the generation thread
 
@@ -184,9 +235,26 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
             while True:
                 self._settling.get_nowait().set()
         request = super()._next_request(timeout)
-        if request is None or self._is_distributed or not request[0].abandoned:
+        if request is None:
+            return None
+        answers, wanted, *_ = request
+        if isinstance(wanted, _End):
+            self._stop = True
+            return None
+        if isinstance(wanted, _Order):
+            answers.put(self._carried_out(wanted))
+            return None
+        if self._is_distributed or not answers.abandoned:
             return request
         return None
+
+    def _carried_out(self, order: _Order) -> list[Any]:
+        """What it came to on each rank, a result or an exception."""
+        try:
+            result = getattr(self.cache, order.method)(*order.arguments)
+        except Exception as e:  # noqa: BLE001 - it is the answer
+            result = e
+        return [pickle.loads(each) for each in self.cache.ranks.gather(_pickled(result))]
 
     def _make_texts(self) -> None:
         """Between two steps: nothing else may have a text made of tokens then."""
@@ -241,7 +309,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         Upstream makes context, caches and progress callback in the middle of its method; they
         come by on their way to the response queue and to `stream_generate`.
         """
-        tap = _Tap(request[0])
+        tap = (_SharedTap if self._is_distributed else _Tap)(request[0])
         with in_upstream("stream_generate", partial(self._follow, tap)):
             super()._serve_single((tap, *request[1:]), stream)
 
@@ -251,7 +319,7 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
 
         def should_stop() -> bool:
             # Ranks that stopped at different steps would wait for each other for ever.
-            return bool(context._should_stop) and not self._is_distributed
+            return any(map(any, self.cache.ranks.exchange([tap.is_stopped])))
 
         def progress(processed: int, total: int) -> None:
             report(processed, total)
@@ -270,12 +338,12 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
         target = models[0][1]
         if self._segments is None or (len(models) > 1 and not can_trim_prompt_cache(target)):
             # Upstream's own prefill: of images, or none, since it refuses to speculate.
-            return self._started({**kwargs, "prompt_progress_callback": progress})
+            return self._started({**kwargs, "prompt_progress_callback": progress}, should_stop)
         if kwargs["kv_bits"] is not None:
             # Upstream's, too: it quantizes at the ends of its steps.
             step = prefill_step(self.cli_args)
             more = {"prompt_progress_callback": quantized, "prefill_step_size": step}
-            return self._started({**kwargs, **more})
+            return self._started({**kwargs, **more}, should_stop)
         follower = prefill.SequentialPrefill(
             self.prompt_cache,
             self.model_provider.model_key,
@@ -290,12 +358,11 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
             # With a draft model upstream's don't see the prompt.
             kwargs["logits_processors"] = follower.seeing_all(kwargs["logits_processors"])
         del kwargs["prompt_progress_callback"]
-        return self._started(kwargs)
+        return self._started(kwargs, should_stop)
 
-    @staticmethod
-    def _started(kwargs: dict[str, Any]) -> Iterator[Any]:
+    def _started(self, kwargs: dict[str, Any], should_stop: Callable[[], bool]) -> Iterator[Any]:
         responses: Iterator[Any] = _stream_generate(**kwargs)
-        return responses
+        return _until(should_stop, responses) if self._is_distributed else responses
 
     @staticmethod
     def _models(kwargs: dict[str, Any]) -> list[tuple[Any, list[Any]]]:
@@ -393,12 +460,80 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
                 if not self.generation_available():
                     raise GenerationEnded("the generation thread has ended") from None
 
+    @property
+    def n_ranks(self) -> int:
+        """How many processes serve a model together."""
+        return self.cache.ranks.size
+
+    def on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the cache, one that any thread may call, on every rank, in one order
+        with the requests: it waits for the step under way, and the next one for it. With one rank
+        nothing waits.
+
+        Returns:
+            What it came to, by rank.
+
+        Raises:
+            GenerationEnded: nothing is done any more.
+            Exception: what it raised on the first rank on which it did.
+        """
+        if not self._is_distributed:
+            return [getattr(self.cache, method)(*arguments)]
+        if not self.generation_available():
+            raise GenerationEnded("the generation thread has ended")
+        order = _Order(method, arguments)
+        pickle.dumps(order)  # here, since what can't be sent would end the generation thread
+        answers = _Responses(_stays, Course(), self.cache)
+        self.requests.put((answers, order, None))
+        results: list[Any] = self._await_response(answers)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def join(self) -> None:
+        """Wait until nothing is generated any more; a signal may interrupt it."""
+        self._has_ended.wait()
+
     def stop_and_join(self) -> None:
-        """Stop after the step under way, or give up on it after a few seconds."""
-        self._stop = True
+        """Stop after the step under way, or give up on it after a few seconds.
+
+        Of several ranks the first one has all of them stop there.
+        """
+        self._is_ending = True
         for context in list(self._contexts.values()):
             context.stop()
-        self._generation_thread.join(_STOP_SECONDS)
+        if self._is_distributed:
+            self.requests.put((None, _End(), None))
+        else:
+            self._stop = True
+        if self._has_ended.wait(_STOP_SECONDS):
+            self._generation_thread.join()
+        else:
+            _LOG.warning("tieredkv: the step under way didn't end in time; ending without it")
+
+
+def _until(should_stop: Callable[[], bool], responses: Iterator[Any]) -> Iterator[Any]:
+    """Responses until they should stop.
+
+    Raises:
+        Cancelled: they should.
+    """
+    for response in responses:
+        yield response
+        if should_stop():
+            raise prefill.Cancelled("the client is gone")
+
+
+def _pickled(result: Any) -> bytes:
+    """A result for other ranks; an exception that can't be sent as its text."""
+    try:
+        data = pickle.dumps(result)
+        pickle.loads(data)
+    except Exception as e:  # noqa: BLE001 - exceptions with arguments of their own, mostly
+        text = f"{type(result).__name__}: {result}" if isinstance(result, Exception) else str(e)
+        return pickle.dumps(RuntimeError(text))
+    return data
 
 
 def _check_vocabulary(tokenizer: Any, args: Any) -> None:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, SupportsIndex, overload
@@ -25,7 +26,7 @@ from typing import Any, SupportsIndex, overload
 import mlx.core as mx
 import numpy as np
 
-from tieredkv import keys, layout, matching, policy
+from tieredkv import keys, layout, policy
 from tieredkv.core import (
     BLOCK_TOKENS,
     CACHE_TYPES,
@@ -35,8 +36,6 @@ from tieredkv.core import (
     Chain,
     Config,
     FetchReport,
-    Hit,
-    Match,
     Namespace,
     Pinned,
     Place,
@@ -51,9 +50,12 @@ from tieredkv.core import (
 )
 from tieredkv.explain import AMBIGUOUS, CHANGED, UNREADABLE, Explanation, Wanted, missed
 from tieredkv.identity import Fingerprints, IdentityChanged
-from tieredkv.inquiry import Form, Inquiry
+from tieredkv.inquiry import Form as Asked
+from tieredkv.inquiry import Inquiry
 from tieredkv.layout import Layout, SnapshotPlan
+from tieredkv.ranks import Alone, Attempt, Ranks, agreed, unanimous
 from tieredkv.restored import Copiers
+from tieredkv.search import Form, Search, longest
 from tieredkv.store import TieredStore
 from tieredkv.tiers import pins, pruning
 from tieredkv.tiers.pruning import Criteria, Pruned
@@ -66,9 +68,6 @@ _FETCHED = 32
 
 # A prompt's state in the restored caches, and in the batch that they are merged into.
 _COPIES = 2
-
-# What was evicted or found damaged after a match isn't matched again.
-_TRIES = 2
 
 # How long who pins or prunes waits for what is to be written before.
 _DRAIN_SECONDS = 60.0
@@ -162,6 +161,7 @@ class TieredPromptCache:
         ttl: float | None = None,
         pin_share: float = PIN_SHARE,
         remote: Remote | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Open the tiers.
 
@@ -196,12 +196,19 @@ class TieredPromptCache:
             pin_share: the most of cold_bytes that pinned prompts may take.
             remote: a tier that machines share, see `Remote`. What machines compute is found by
                 others only if they agree on the model, its versions, their kind and ``salt``, and
-                have seen or been told (`bind`) what the model's state is like.
+                have seen or been told (`bind`) what the model's state is like. None with several
+                ranks.
+            ranks: the processes that serve each model together with this one, each with a cache
+                of its own that is called alike; None for one that serves alone. A hit is then as
+                long as the shortest among them.
 
         Raises:
             TypeError, ValueError: an argument that makes no sense; of the remote tier's one that
                 tells what to do.
         """
+        own_ranks: Ranks = Alone() if ranks is None else ranks
+        if remote is not None and own_ranks.size > 1:
+            raise ValueError("several ranks can't have a remote tier: each would get another part")
         self._store = TieredStore(
             Config(
                 Path(cold_dir).expanduser() if cold_dir is not None else None,
@@ -222,7 +229,10 @@ class TieredPromptCache:
         self._host = host_of(quantization)
         self._quantization = quantization
         self._memory_bytes = _recommended_bytes() if memory_bytes is None else memory_bytes
+        self._ranks = own_ranks
         self._n_prompt = 0
+        # Root of the namespace that was searched last.
+        self._searched: BlockKey | None = None
         self._last_fetch = FetchReport(0)
         self._copiers = Copiers()
         self._ranking = Ranking(self._store.cold.consult)
@@ -310,15 +320,30 @@ class TieredPromptCache:
         before is not found any more under this key. On the generation thread.
         """
         with self._lock, self._contained("bind"):
+            fault = self._identify(key, models)
+            # It runs the models, for which all ranks are needed.
+            if unanimous(self._ranks, fault is None):
+                self._probe(key, models)
+            if fault is not None:
+                raise fault
+
+    def _identify(self, key: Hashable, models: Sequence[Any]) -> Exception | None:
+        """Take the identity of models that have just been loaded; what went wrong with it."""
+        try:
             self._bound.pop(key, None)
             for name in filter(None, self._names(key)):
                 self._fingerprints.renew(name)
             self._weights[key] = layout.digest(models)
             self._bound[key] = tuple(map(weakref.ref, models))
-            try:
-                self._layouts[_unsalted(self._base(key))] = layout.probe(models)
-            except Refused as e:
-                self._refuse(e)
+        except Exception as e:  # noqa: BLE001 - raised again once all ranks know of it
+            return e
+        return None
+
+    def _probe(self, key: Hashable, models: Sequence[Any]) -> None:
+        try:
+            self._layouts[_unsalted(self._base(key))] = layout.probe(models)
+        except Refused as e:
+            self._refuse(e)
 
     def key_of(self, *models: Any) -> Hashable | None:
         """The key under which these very objects, a target and maybe a draft, were bound last;
@@ -347,7 +372,7 @@ class TieredPromptCache:
                 return 0
             namespace, shape = known
             chain = self._chain(namespace, keys.as_tokens(tokens))
-            return self._match(chain, shape, 0.0).n_tokens
+            return longest(self._store, chain, shape).n_tokens
         return 0
 
     def yield_memory(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> bool:
@@ -369,6 +394,11 @@ class TieredPromptCache:
         # MLX keeps what is freed for its own use, and Metal counts it.
         mx.clear_cache()
         return freed >= over
+
+    @property
+    def ranks(self) -> Ranks:
+        """This process among those that serve a model with it."""
+        return self._ranks
 
     @property
     def directory(self) -> Path | None:
@@ -499,88 +529,70 @@ class TieredPromptCache:
         self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
     ) -> tuple[list[Any] | None, int]:
         self._n_prompt = len(tokens)
+        if len(tokens) < 2:
+            # One is always left to compute.
+            self._miss("absent")
+            return None, 0
         before = self._store.promote_seconds
-        found = self._known_namespace(model, tenant)
-        if found is None:
-            return None, 0
-        namespace, shape = found
-        if self._store.sharing is not None:
-            # What comes from there goes to the cold tier, which must know what it is.
-            self._store.register(namespace)
-        chain = self._chain(namespace, tokens[:-1])
-        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
-        by = self._store.remote_by()
-        if self._quantization is None:
-            hit = self._load(chain, shape, expires, by)
-        else:
-            how = self._quantization
-            shape, hit = self._load_at_step(namespace, shape, tokens[:-1], how, expires, by)
+        own = Attempt(partial(self._search, model, tokens, tenant, expires))
+        found = agreed(self._ranks, len(tokens) - 1, own)
         promote_seconds = self._store.promote_seconds - before
-        if hit is None:
-            self._note_fetch(namespace, tokens, 0)
-            self._miss("absent", promote_seconds)
+        n = found.hit.n_tokens if found else 0
+        if self._ranks.size > 1:
+            self._store.counters.add("unshared_tokens", own.n_longest - n)
+        root = self._searched
+        if root is None:
             return None, 0
-        caches = layout.restore(shape, hit, len(tokens), self._copiers)
-        self._note_fetch(namespace, tokens, hit.n_tokens)
+        self._note_fetch(root, tokens, n)
+        if found is None:
+            self._miss("ranks" if own.n_longest else "absent", promote_seconds)
+            return None, 0
+        hit = found.hit
         self._last_fetch = FetchReport(
             len(tokens), hit.n_hot, hit.n_cold, promote_seconds, n_remote=hit.n_remote
         )
-        root = keys.namespace_key(namespace)
-        self._store.pace.spared(root, hit.n_tokens, promote_seconds)
+        self._store.pace.spared(root, n, promote_seconds)
         lowest = "remote" if hit.n_remote else "cold" if hit.n_cold else "hot"
         self._store.counters.add("hits", label=lowest)
         self._store.counters.add("hit_tokens_hot", hit.n_hot)
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         self._store.counters.add("hit_tokens_remote", hit.n_remote)
-        return caches, hit.n_tokens
+        return found.caches, n
 
-    def _match(self, chain: Chain, shape: Layout, by: float) -> Match:
-        if shape.is_sliced:
-            return self._store.match(chain, by)
-        return self._store.match_state(chain, shape.n_windows(chain.block_tokens), by)
-
-    def _load(self, chain: Chain, shape: Layout, expires: int, by: float) -> Hit | None:
-        for _ in range(_TRIES):
-            match = self._match(chain, shape, by)
-            if not self._is_worth(chain, shape, match):
-                self._store.counters.add("recomputed")
-                match = matching.only_hot(match, chain) if shape.is_sliced else Match()
-            hit = self._store.load(chain, match, expires, by)
-            if hit is None or layout.fits(shape, hit):
-                return hit
-        return None
-
-    def _is_worth(self, chain: Chain, shape: Layout, match: Match) -> bool:
-        """Whether what a match would promote is faster read than computed."""
-        n_cold, n_whole = matching.cold_tokens(match, chain)
-        if not n_cold:
-            return True
-        return self._store.pace.is_worth_promoting(chain.root, n_cold, shape.bytes_of(n_whole))
-
-    def _load_at_step(
-        self,
-        namespace: Namespace,
-        plain: Layout,
-        tokens: Tokens,
-        how: Quantization,
-        expires: int,
-        by: float,
-    ) -> tuple[Layout, Hit | None]:
-        """The longest hit that ends where a step of the prefill would, in the form that the state
-        would have there.
+    def _search(
+        self, model: Hashable, tokens: Tokens, tenant: bytes, expires: int
+    ) -> Search | None:
+        """The search for a prompt, None if none of its model can be known. Makes room for its
+        state.
         """
+        self._searched = None
+        known = self._known_namespace(model, tenant)
+        if known is None:
+            return None
+        namespace, shape = known
+        self._searched = keys.namespace_key(namespace)
+        if self._store.sharing is not None:
+            # What comes from there goes to the cold tier, which must know what it is.
+            self._store.register(namespace)
+        chain = self._chain(namespace, tokens[:-1])
+        self.yield_memory(_COPIES * shape.bytes_of(len(tokens)), chain.keys)
+        forms = self._forms(namespace, shape, len(tokens))
+        by = self._store.remote_by()
+        return Search(self._store, self._chains, self._copiers, tokens, forms, expires, by)
+
+    def _forms(self, namespace: Namespace, plain: Layout, n_tokens: int) -> list[Form]:
+        """The forms that state of a prompt may have: if it is quantized on its way, that in which
+        it would be at each end of a step of the prefill.
+        """
+        how = self._quantization
+        if how is None:
+            return [Form(keys.namespace_key(namespace), plain, 1, n_tokens)]
         packed = plain.quantized(how.group_size, how.bits)
-        forms = ((packed, how.settled, len(tokens)), (plain, 1, how.start - 1))
-        for shape, least, most in forms:
-            form = replace(namespace, layout=shape.to_json())
-            n = min(most, len(tokens)) // how.step * how.step
-            while n >= least:
-                hit = self._load(self._chain(form, tokens[:n]), shape, expires, by)
-                found = hit.n_tokens if hit else 0
-                if found == n:
-                    return shape, hit
-                n = found // how.step * how.step
-        return plain, None
+        root = keys.namespace_key(replace(namespace, layout=packed.to_json()))
+        return [
+            Form(root, packed, how.settled, n_tokens, how.step),
+            Form(keys.namespace_key(namespace), plain, 1, how.start - 1, how.step),
+        ]
 
     def _explain(self, model: Hashable, ids: Tokens, tenant: bytes) -> Explanation:
         if not self._close.alive:
@@ -595,7 +607,7 @@ class TieredPromptCache:
         if len(shapes) > 1:
             why = "several layouts are stored for this model, and which is its own isn't known yet"
             return missed(AMBIGUOUS, why, len(ids))
-        forms = [Form(replace(base, layout=shape.to_json()), shape) for shape in shapes]
+        forms = [Asked(replace(base, layout=shape.to_json()), shape) for shape in shapes]
         inquiry = Inquiry(
             self._store.hot,
             self._store.cold,
@@ -659,8 +671,7 @@ class TieredPromptCache:
             raise Refused("quantized", "state was quantized before a whole step of the prefill")
         return True
 
-    def _note_fetch(self, namespace: Namespace, tokens: Tokens, n_cached: int) -> None:
-        root = keys.namespace_key(namespace)
+    def _note_fetch(self, root: BlockKey, tokens: Tokens, n_cached: int) -> None:
         self._fetched.append(_Fetched(root, tokens, n_cached, time.monotonic()))
 
     def _note_prefill(self, chain: Chain) -> None:
@@ -749,6 +760,7 @@ class TieredPromptCache:
             adapter=prints[1],
             draft=prints[2],
             host=self._host,
+            shard=self._ranks.shard,
             salt=keys.tenant_salt(self._store.config.salt, tenant),
             block_tokens=self._store.config.block_tokens,
             name=name,

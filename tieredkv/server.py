@@ -30,6 +30,7 @@ from tieredkv.generation import TieredModelProvider, TieredResponseGenerator
 from tieredkv.handler import TieredAPIHandler
 from tieredkv.patch import UPSTREAM_VERSION
 from tieredkv.prompt_cache import TieredPromptCache
+from tieredkv.ranks import Alone, Distributed, Ranks
 
 _LOG = logging.getLogger("tieredkv")
 
@@ -44,9 +45,13 @@ def open_cache(args: argparse.Namespace) -> TieredPromptCache:
 
 def cache_of(kind: type[_Cache], args: argparse.Namespace) -> _Cache:
     """A prompt cache of a class of its own, otherwise as `open_cache`."""
-    if mx.distributed.init().size() > 1:
-        _LOG.warning("more than one rank: prompts are not cached, since ranks must hit alike")
-        return kind(hot_bytes=0)
+    ranks = _ranks(args)
+    shared = remote(args)
+    if shared is not None and ranks.size > 1:
+        _LOG.warning(
+            "tieredkv: no remote tier with more than one rank: what comes in time differs by rank"
+        )
+        shared = None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hot_bytes = args.prompt_cache_bytes
     cache = kind(
@@ -61,7 +66,8 @@ def cache_of(kind: type[_Cache], args: argparse.Namespace) -> _Cache:
         cold_admit=args.cold_admit,
         ttl=args.prompt_cache_ttl,
         pin_share=args.pin_share,
-        remote=remote(args),
+        remote=shared,
+        ranks=ranks,
     )
     if args.cold_quantize != "none":
         _LOG.warning(
@@ -78,19 +84,31 @@ def cache_of(kind: type[_Cache], args: argparse.Namespace) -> _Cache:
         if stats.cold.cap_bytes
         else "none",
     )
-    if args.prompt_cache_remote and args.prompt_cache_ttl:
+    if shared is not None and args.prompt_cache_ttl:
         _LOG.warning(
             "tieredkv: nothing is uploaded: with --prompt-cache-ttl all prompts expire, and those "
             "that do stay on this machine"
         )
-    if args.prompt_cache_remote:
+    if shared is not None:
         _LOG.info(
             "tieredkv: remote tier in %s, uploads: %s, at most %.3g s a request",
-            redacted(args.prompt_cache_remote),
-            args.prompt_cache_remote_upload if stats.cold.cap_bytes else "none",
-            args.prompt_cache_remote_timeout,
+            redacted(shared.url),
+            shared.upload if stats.cold.cap_bytes else "none",
+            shared.timeout,
         )
     return cache
+
+
+def n_ranks() -> int:
+    """How many processes serve models together with this one, itself included."""
+    return int(mx.distributed.init().size())
+
+
+def _ranks(args: argparse.Namespace) -> Ranks:
+    group = mx.distributed.init()
+    if group.size() == 1:
+        return Alone()
+    return Distributed(group, "pipeline" if args.pipeline else "tensor")
 
 
 def _quantization(args: argparse.Namespace) -> Quantization | None:
@@ -132,8 +150,9 @@ def run(args: argparse.Namespace) -> int:
         generator.stop_and_join()
         _LOG.info("tieredkv: ended with %s", cache.stats())
         cache.close()
-    if generator.generation_available():
-        # A prefill step can't be interrupted, and nothing needs its end.
+    if generator.generation_available() or cache.ranks.size > 1:
+        # A prefill step can't be interrupted, and nothing needs its end. MLX's threads that talk to
+        # other ranks may abort a process that ends in the regular way.
         logging.shutdown()
         os._exit(status)
     return status
@@ -148,12 +167,12 @@ def _serve_until_signal(args: argparse.Namespace, generator: TieredResponseGener
         else:
             generator.join()
     except KeyboardInterrupt:
-        return int(generator.failed_to_load)
+        return int(generator.has_failed)
     except OSError as e:
         _LOG.error("can't serve on %s:%d: %s", args.host, args.port, e)
         return 1
     # Upstream's server takes the interrupt of a signal as its regular end.
-    return int(generator.failed_to_load)
+    return int(generator.has_failed)
 
 
 def serve(argv: Sequence[str] | None = None) -> int:

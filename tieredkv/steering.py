@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tieredkv.calls import (
@@ -91,7 +93,7 @@ def _warmed(call: Call, server: Server, wanted: _Wanted) -> dict[str, Any]:
         return report
     try:
         # By then it is stored: prompts are identified where they are computed, one after another.
-        pinned = server.cache.pin(*call.prompts.identify(wanted.request))
+        pinned = _pin(server, *call.prompts.identify(wanted.request))
     except PinRefused as e:
         raise _refused(e) from e
     except ColdTierUnavailable as e:
@@ -101,12 +103,40 @@ def _warmed(call: Call, server: Server, wanted: _Wanted) -> dict[str, Any]:
 
 def pin(call: Call, server: Server) -> Answer:
     """``POST /v1/cache/pin``."""
-    return _pinned(call, server.cache.pin, server.cache.pin_id)
+    return _pinned(call, partial(_pin, server), partial(_by_id, server, "pin_id"))
 
 
 def unpin(call: Call, server: Server) -> Answer:
     """``POST /v1/cache/unpin``."""
-    return _pinned(call, server.cache.unpin, server.cache.unpin_id)
+    return _pinned(call, partial(_unpin, server), partial(_by_id, server, "unpin_id"))
+
+
+def _pin(server: Server, model: Hashable, tokens: Sequence[int]) -> Pinned:
+    """Pin a prompt on all ranks or on none: what one of them lacks the others can't use."""
+    try:
+        return _together(server.on_all_ranks("pin", model, tokens))
+    except PinRefused:
+        if server.n_ranks > 1:
+            with suppress(PinRefused):
+                _unpin(server, model, tokens)
+        raise
+
+
+def _unpin(server: Server, model: Hashable, tokens: Sequence[int]) -> Pinned:
+    return _together(server.on_all_ranks("unpin", model, tokens))
+
+
+def _together(pinned: Sequence[Pinned]) -> Pinned:
+    """What ranks that each pinned its part have pinned: as much as all of them have."""
+    first, *_ = pinned
+    return Pinned(first.id, min(p.n_tokens for p in pinned), sum(p.n_bytes for p in pinned))
+
+
+def _by_id(server: Server, method: str, prefix_id: str) -> Pinned:
+    if server.n_ranks > 1:
+        text = "each rank has ids of its own: give the prompt, as messages or prompt"
+        raise Misuse(409, "several_ranks", text, "id")
+    return _together(server.on_all_ranks(method, prefix_id))
 
 
 def _pinned(
@@ -159,7 +189,7 @@ def prune(call: Call, server: Server) -> Answer:
             "DELETE /v1/cache removes everything",
         )
     if not _flag(body, "dry_run"):
-        return _gone(server.cache.prune(criteria), dry_run=False)
+        return _gone(_pruned(server, criteria), dry_run=False)
     return _gone(server.cache.would_prune(criteria), dry_run=True)
 
 
@@ -170,7 +200,12 @@ def delete(call: Call, server: Server) -> Answer:
     pinned = query.get("pinned", ["false"])
     if pinned not in (["true"], ["false"]):
         raise Misuse(400, "bad_value", "pinned must be true or false", "pinned")
-    return _gone(server.cache.prune(Criteria(pinned=pinned == ["true"])), dry_run=False)
+    return _gone(_pruned(server, Criteria(pinned=pinned == ["true"])), dry_run=False)
+
+
+def _pruned(server: Server, criteria: Criteria) -> Pruned:
+    pruned: list[Pruned] = server.on_all_ranks("prune", criteria)
+    return Pruned(sum(p.blocks for p in pruned), sum(p.n_bytes for p in pruned))
 
 
 def _gone(pruned: Pruned, *, dry_run: bool) -> Answer:

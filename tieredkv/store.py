@@ -537,6 +537,7 @@ class TieredStore:
             bytes_written=done.bytes_written,
             disk_bytes=done.disk_bytes,
             unadmitted=count.total("unadmitted"),
+            unshared_tokens=count.total("unshared_tokens"),
             expired=self.hot.expired + done.expired,
             faults=count.by_label("faults") | done.faults,
             remote=self.sharing.stats() if self.sharing else None,

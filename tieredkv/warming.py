@@ -21,7 +21,7 @@ from tieredkv.generation import TieredModelProvider, TieredResponseGenerator
 from tieredkv.keys import tenant
 from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
 from tieredkv.prompt_files import Prompt
-from tieredkv.server import cache_of
+from tieredkv.server import cache_of, n_ranks
 
 _FLUSH_SECONDS = 600.0
 _SETTLE_SECONDS = 60.0
@@ -189,12 +189,22 @@ def _completion(text: str) -> upstream.CompletionRequest:
     return upstream.CompletionRequest("text", text, [], None, None)
 
 
+class SeveralRanks(Exception):
+    """This process is one of several that serve a model together."""
+
+
 class Warmer:
     """A server's loop and cache without a server. Use it as a context: its threads end with it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """As ``tieredkv serve`` would be with ``args``, those of `flags.parser`."""
+        """As ``tieredkv serve`` would be with ``args``, those of `flags.parser`.
+
+        Raises:
+            SeveralRanks: each would pass over what it has itself, and wait for the others for ever.
+        """
         self._model = upstream.ModelDescription(args.model, args.draft_model, args.adapter_path)
+        if n_ranks() > 1:
+            raise SeveralRanks("with several ranks, POST to /v1/cache/warm of their running server")
         # It would be loaded at once, and end the process if it can't be.
         args = argparse.Namespace(**{**vars(args), "model": None})
         self.cache = cache_of(DurablePromptCache, args)

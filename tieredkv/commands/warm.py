@@ -156,12 +156,15 @@ def _server_arguments(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, prompts: Sequence[Prompt]) -> int:
-    from tieredkv.warming import Warmer  # late: it loads mlx
+    from tieredkv.warming import SeveralRanks, Warmer  # late: it loads mlx
 
     began = time.monotonic()
     warmed: list[Warmed] = []
     stopped = False
-    warmer = Warmer(_server_arguments(options))
+    try:
+        warmer = Warmer(_server_arguments(options))
+    except SeveralRanks as error:
+        options.parser.error(str(error))
     line = _Line(sum(prompt.size for prompt in prompts))
     try:
         if not warmer.cache.stats().cold.cap_bytes:
