@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import tiny
+from engines import Redis
 from playwright.sync_api import Browser, Locator, Page, ViewportSize, expect, sync_playwright
 from server import Local, wait_until_written
 
@@ -72,6 +73,22 @@ def loaded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
         stats(server)
         # Texts of prefixes that were asked for are made with the next answer.
         server.chat("Hello")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def sharing(model: Path, redis: Redis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    """A server with a hit of the remote tier behind it, and part of that in memory."""
+    flags = ("--prompt-cache-remote", redis.url())
+    with Local(model, tmp_path_factory.mktemp("other"), *flags) as other:
+        other.chat(LONG)
+        other.cache.flush(30)
+        assert (shared := other.cache._store.sharing) is not None
+        assert shared.uploader is not None
+        assert shared.uploader.flush(30)
+    with Local(model, tmp_path_factory.mktemp("own"), *flags) as server:
+        server.chat(LONG + "And then?")
+        server.chat(LONG + "And now?")
         yield server
 
 
@@ -190,7 +207,7 @@ def test_the_figures_are_those_of_the_statistics(loaded: Local, visit: Open) -> 
     told, seen = stats(loaded), visit(loaded)
     tokens = told["prompt_tokens"]
     cached, whole = tokens["hot"] + tokens["cold"], sum(tokens.values())
-    assert all(tokens.values())
+    assert {name for name, n in tokens.items() if n} == {"hot", "cold", "computed"}
     expect(seen.find("#rate")).to_have_text(f"{100 * cached / whole:.0f}%")
     expect(seen.find("#rate-note")).to_have_attribute("title", f"{exact(cached)} of {exact(whole)}")
     expect(seen.find("#avoided")).to_have_attribute("title", exact(cached))
@@ -217,7 +234,7 @@ def test_each_request_says_where_its_tokens_came_from(loaded: Local, visit: Open
     assert {r["status"] for r in told} == {200, 400}
     for i, request in enumerate(told):
         row = rows.nth(i)
-        names = ("hot", "cold", "computed")
+        names = ("hot", "cold", "remote", "computed")
         counts = {name: request[f"{name}_tokens"] for name in names}
         assert shares(row.locator(".bar"), sum(counts.values())) == pytest.approx(counts, rel=1e-3)
         for label, n in (("Hot", counts["hot"]), ("Cold", counts["cold"])):
@@ -245,6 +262,36 @@ def test_the_chart_reads_out_the_minute_that_the_keys_choose(loaded: Local, visi
         "all => all.map(r => r.height.baseVal.value)"
     )
     assert len(heights) == sum(m["cold"] > 0 for m in told)
+
+
+def test_what_came_from_the_remote_tier_is_shown(sharing: Local, visit: Open) -> None:
+    """If this failed, tokens of other machines would pass for computed ones, or for none."""
+    told, seen = stats(sharing), visit(sharing)
+    tokens = told["prompt_tokens"]
+    assert tokens["hot"]
+    assert tokens["remote"]
+    cached, whole = sum(tokens.values()) - tokens["computed"], sum(tokens.values())
+    expect(seen.find("#rate-note")).to_have_attribute("title", f"{exact(cached)} of {exact(whole)}")
+    note = ", ".join(f"{name} {exact(tokens[name])}" for name in ("hot", "cold", "remote"))
+    expect(seen.find("#avoided-note")).to_have_attribute("title", note)
+    first = seen.find("#requests tbody tr").last
+    cell = first.locator('[data-label="Remote"]')
+    expect(cell).to_have_attribute("title", exact(tokens["remote"]))
+    assert shares(first.locator(".bar"), whole)["remote"] > 0
+    expect(seen.find("#chart rect.remote")).to_have_count(1)
+    expect(seen.find("#counters")).to_contain_text("remote: blocks read")
+    assert seen.complaints == []
+
+
+def test_nothing_is_said_of_a_remote_tier_where_there_is_none(loaded: Local, visit: Open) -> None:
+    """If this failed, most pages would have a source and a column that are always empty."""
+    seen = visit(loaded)
+    assert seen.find(".of-remote").count() > 3
+    expect(seen.find(".of-remote").filter(visible=True)).to_have_count(0)
+    assert "remote" not in (seen.find("#avoided-note").get_attribute("title") or "")
+    spans = seen.find("#requests thead th[colspan], #requests thead td[colspan]")
+    columns = seen.find("#requests thead tr:last-child th").filter(visible=True).count()
+    assert sum(spans.evaluate_all("all => all.map(cell => cell.colSpan)")) == columns
 
 
 def test_misses_are_listed_by_reason(loaded: Local, visit: Open) -> None:

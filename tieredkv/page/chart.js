@@ -6,13 +6,14 @@ import { count, minute } from "/cache/format.js";
 const MINUTES = 60;
 const MARGIN = { top: 8, right: 6, bottom: 22, left: 42 };
 // From the bottom up.
-export const SOURCES = ["hot", "cold", "computed"];
+export const SOURCES = ["hot", "cold", "remote", "computed"];
 
 /** The last hour as one bucket a minute, oldest first; minutes without a request are zeros. */
 export function buckets(history, now) {
   const last = Math.floor(now / 60);
   const found = Array.from({ length: MINUTES }, (_, i) => ({
-    time: (last - MINUTES + 1 + i) * 60, requests: 0, hot: 0, cold: 0, computed: 0,
+    time: (last - MINUTES + 1 + i) * 60, requests: 0,
+    ...Object.fromEntries(SOURCES.map((name) => [name, 0])),
   }));
   for (const entry of history) {
     const bucket = found[Math.floor(entry.time / 60) - last + MINUTES - 1];

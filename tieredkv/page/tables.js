@@ -9,6 +9,7 @@ const REASONS = {
   absent: "nothing of the prompt was stored",
   ambiguous: "the model was never bound, and several layouts are stored for it",
   identity: "the model's files changed while it was loaded",
+  ranks: "this rank had some of the prompt, another one nothing",
   fault: "a fault of the cache; the log has its traceback",
 };
 const STATUSES = { 499: "the client left before its answer was complete" };
@@ -86,6 +87,7 @@ export function requestRow() {
     ["source", "Source", "source-bar"],
     ["hot", "Hot", "number"],
     ["cold", "Cold", "number"],
+    ["remote", "Remote", "number of-remote"],
     ["computed", "Computed", "number"],
     ["reply", "Reply", "number spare"],
     ["promote", "Promote ms", "number"],
@@ -98,7 +100,7 @@ export function requestRow() {
   cells.source.append(bar);
   cells.status.append(status);
   const number = (cell, n) => setValue(cell, format.count(n), format.exact(n));
-  const update = (request) => {
+  const update = ({ request, sources }) => {
     setValue(cells.time, format.clock(request.time), format.moment(request.time));
     setValue(cells.model, format.modelName(request.model), request.model);
     setValue(status, String(request.status), STATUSES[request.status]);
@@ -108,7 +110,10 @@ export function requestRow() {
     for (const [name, n] of tokens) number(cells[name], n);
     const all = tokens.reduce((sum, [, n]) => sum + n, 0);
     fill(bar, tokens.map(([name, n]) => [name, all ? n / all : 0]));
-    const said = tokens.map(([name, n]) => `${name} ${format.share(n, all)}`).join(", ");
+    const said = tokens
+      .filter(([name]) => sources.includes(name))
+      .map(([name, n]) => `${name} ${format.share(n, all)}`)
+      .join(", ");
     setTitle(bar, said);
     bar.setAttribute("aria-label", said);
     number(cells.reply, request.generated_tokens);

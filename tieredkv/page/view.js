@@ -48,6 +48,12 @@ function reachable(scroller, title) {
   }).observe(scroller);
 }
 
+/** Counters by name; those of a group, such as a reason, are named after it. */
+const flat = (counters) => Object.entries(counters).flatMap(([name, value]) =>
+  value !== null && typeof value === "object"
+    ? flat(value).map(([label, n]) => [`${name}: ${label}`, n])
+    : value === null ? [] : [[name, value]]);
+
 function coldNotes({ blocks, directory, pinned_bytes: pinned }) {
   if (directory == null) return ["Prompts are kept in memory only."];
   const size = element("b", { title: `${format.exact(pinned)} bytes` }, format.bytes(pinned));
@@ -65,6 +71,7 @@ export class View {
   #chart = new Chart(byId("chart"), (...picked) => this.#read(...picked));
   #toggle;
   #last = null;
+  #sources = SOURCES;
   #showsAll = false;
 
   /** `toggle(prefix, button)` pins or unpins a prefix. */
@@ -79,6 +86,7 @@ export class View {
 
   show(stats) {
     this.#last = stats;
+    this.#source(stats);
     this.#about(stats);
     this.#start(stats);
     this.#figures(stats);
@@ -89,6 +97,14 @@ export class View {
     this.#misses(stats);
     this.#list("faults", stats.faults, (f) => `${f.time} ${f.kind} ${f.text}`, faultItem);
     this.#counters(stats);
+  }
+
+  /** Nothing is said of a remote tier where there is none. */
+  #source({ counters }) {
+    const isShared = counters.remote != null;
+    this.#sources = SOURCES.filter((name) => isShared || name !== "remote");
+    document.documentElement.classList.toggle("shared", isShared);
+    byId("tokens-head").colSpan = this.#sources.length + 3;
   }
 
   #about({ version, models, started, time }) {
@@ -119,16 +135,16 @@ export class View {
   }
 
   #figures({ prompt_tokens: tokens, saved_seconds: saved, hits, misses }) {
-    const cached = tokens.hot + tokens.cold;
+    const cached = tokens.hot + tokens.cold + tokens.remote;
+    const parts = this.#sources.filter((name) => name !== "computed");
+    const each = (written) => parts.map((name) => `${name} ${written(tokens[name])}`).join(", ");
     const all = cached + tokens.computed;
     const asked = hits + sum(Object.values(misses));
     setText(byId("rate"), format.share(cached, all));
     setValue(byId("rate-note"), `of ${format.count(all)} prompt tokens`,
       `${format.exact(cached)} of ${format.exact(all)}`);
     setValue(byId("avoided"), format.count(cached), format.exact(cached));
-    setValue(byId("avoided-note"),
-      `hot ${format.count(tokens.hot)}, cold ${format.count(tokens.cold)}`,
-      `hot ${format.exact(tokens.hot)}, cold ${format.exact(tokens.cold)}`);
+    setValue(byId("avoided-note"), each(format.count), each(format.exact));
     setValue(byId("saved"), format.duration(saved), `${format.exact(saved)} seconds`);
     setValue(byId("hits"), format.count(hits), format.exact(hits));
     const part = asked ? `, ${format.share(hits, asked)}` : "";
@@ -150,7 +166,7 @@ export class View {
     const shown = bucket ?? { requests: sum(all.map((b) => b.requests)) };
     if (!bucket) for (const name of SOURCES) shown[name] = sum(all.map((b) => b[name]));
     const when = bucket ? `${format.minute(bucket.time)}${isNow ? ", so far" : ""}` : "last hour";
-    const cached = format.share(shown.hot + shown.cold, tokensOf(shown));
+    const cached = format.share(tokensOf(shown) - shown.computed, tokensOf(shown));
     const rest = shown.requests
       ? `${format.plural(shown.requests, "request")}, ${cached} from the cache`
       : "no request";
@@ -159,7 +175,7 @@ export class View {
       setValue(byId(`reading-${name}`), format.count(shown[name]), format.exact(shown[name]));
     }
     setText(byId("reading-rest"), rest);
-    const said = SOURCES.map((name) => `${name} ${format.exact(shown[name])}`).join(", ");
+    const said = this.#sources.map((name) => `${name} ${format.exact(shown[name])}`).join(", ");
     return `${when}: ${said}; ${rest}`;
   }
 
@@ -170,7 +186,8 @@ export class View {
 
   #requests({ requests }) {
     const shown = this.#showsAll ? requests : requests.slice(0, FEW);
-    this.#rows("requests", shown, (r) => `${r.time} ${r.id}`, requestRow);
+    const items = shown.map((request) => ({ request, sources: this.#sources }));
+    this.#rows("requests", items, ({ request: r }) => `${r.time} ${r.id}`, requestRow);
     byId("more").hidden = requests.length <= FEW;
     setText(byId("more"), this.#showsAll ? `Show the last ${FEW}` : `Show all ${requests.length}`);
   }
@@ -183,11 +200,7 @@ export class View {
   }
 
   #counters({ counters }) {
-    const flat = Object.entries(counters).flatMap(([name, value]) =>
-      value !== null && typeof value === "object"
-        ? Object.entries(value).map(([label, n]) => [`${name}: ${label}`, n])
-        : [[name, value]]);
-    const items = flat.map(([name, n]) => [name.replaceAll("_", " "), format.exact(n)]);
+    const items = flat(counters).map(([name, n]) => [name.replaceAll("_", " "), format.exact(n)]);
     sync(byId("counters"), items, ([name]) => name, counterItem);
   }
 
