@@ -352,26 +352,6 @@ def adjacent_ports() -> int:
             return port
 
 
-def launch(script: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """``mlx.launch`` of two ranks on this machine."""
-    command = [
-        *(sys.executable, "-c", "from mlx._distributed_utils.launch import main; main()"),
-        *("-n", "2", "--backend", "ring", "--starting-port", str(adjacent_ports())),
-        *("--", sys.executable, *script),
-    ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-        )
-
-
 def start_ranks(script: Sequence[str], logs: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
     """Two ranks as ``mlx.launch`` starts them, without its watching over them, and their logs."""
     hosts, port = logs[0].with_name("hosts"), adjacent_ports()
@@ -381,6 +361,7 @@ def start_ranks(script: Sequence[str], logs: Sequence[Path]) -> list[subprocess.
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
             "MLX_HOSTFILE": str(hosts),
             "MLX_RANK": str(rank),
         }
@@ -397,41 +378,37 @@ def run(case: str, n_requests: int, seed: int, folder: Path, *more: str) -> Repo
     make_model(folder / "model", case)
     me = [__file__, "--rank", "--case", case, "--requests", str(n_requests)]
     me += ["--seed", str(seed), "--folder", str(folder), *more]
-    log = folder / "log"
-    process = launch(me, log)
+    logs = [folder / "log0", folder / "log1"]
+    ranks = start_ranks(me, logs)
     try:
-        hung = not ends(process, folder / "progress")
+        hung = not ends(ranks, folder / "progress")
     finally:
-        end(process)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     if hung:
-        for each in (log, folder / "stacks0", folder / "stacks1"):
+        for each in (*logs, folder / "stacks0", folder / "stacks1"):
             print(each.name, each.read_text()[-10_000:], sep="\n", file=sys.stderr)
         return Report(requests=int((folder / "progress").read_text()), hung=1)
-    if process.returncode or not (folder / "report.json").exists():
-        raise RuntimeError(f"the ranks failed:\n{log.read_text()[-4000:]}")
+    if not (folder / "report.json").exists():
+        raise RuntimeError("\n".join(["the ranks failed:", *(f.read_text()[-4000:] for f in logs)]))
     return Report(**json.loads((folder / "report.json").read_text()))
 
 
-def ends(process: subprocess.Popen[bytes], progress: Path) -> bool:
-    """Wait for the ranks' end; False, with their threads' stacks in the log, if they hang."""
+def ends(ranks: Sequence[subprocess.Popen[bytes]], progress: Path) -> bool:
+    """Wait for the ranks' end; False, with their threads' stacks in their files, if they hang."""
     seen, since = "", time.monotonic()
-    while process.poll() is None:
+    while any(rank.poll() is None for rank in ranks):
         now = progress.read_text() if progress.exists() else ""
         if now != seen:
             seen, since = now, time.monotonic()
         if time.monotonic() - since > _HUNG_SECONDS:
-            os.killpg(process.pid, signal.SIGUSR1)
+            for rank in ranks:
+                rank.send_signal(signal.SIGUSR1)
             time.sleep(2)
             return False
         time.sleep(0.1)
     return True
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End the ranks, whatever they do."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def main() -> int:
