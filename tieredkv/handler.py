@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -205,7 +206,8 @@ class TieredAPIHandler(upstream.APIHandler):
             return
         try:
             if self._has_right_length():
-                super().do_POST()
+                with self._looked_at():
+                    super().do_POST()
         except ConnectionError as e:
             self._status_sent = _CLIENT_GONE
             _LOG.info("tieredkv: a client left: %s", e)
@@ -376,6 +378,33 @@ class TieredAPIHandler(upstream.APIHandler):
             self._refuse(413, f"Requests may have at most {_BODY_BYTES} bytes")
             return False
         return True
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """Have a body read again that was found to be a JSON object, if there is one: upstream
+        writes all of any other one to the log, line breaks and secrets included.
+
+        Raises:
+            ValueError, RecursionError: it is none.
+        """
+        length = self.headers.get("Content-Length") or ""
+        if self.path not in _COMPLETIONS or not length.isdecimal():
+            yield
+            return
+        connection, raw = self.rfile, self.rfile.read(int(length))
+        try:
+            is_object = isinstance(json.loads(raw.decode()), dict)
+        except UnicodeDecodeError as e:
+            raise ValueError(f"the body is no UTF-8 text: byte {e.start}") from None
+        except json.JSONDecodeError as e:
+            raise ValueError(f"Invalid JSON in request body: {e}") from None
+        if not is_object:
+            raise ValueError("Request should be a JSON dictionary")
+        self.rfile = io.BytesIO(raw)
+        try:
+            yield
+        finally:
+            self.rfile = connection
 
     def _fail(self, failure: Exception) -> None:
         status = _status(failure)

@@ -16,7 +16,7 @@ from tieredkv.keys import tenant, tenant_salt
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader, ColdTier
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
-from tieredkv.units import bytes_text, duration, size
+from tieredkv.units import bytes_text, duration, size, unicode_text
 
 _PRUNE_HELP = f"""\
 examples:
@@ -51,12 +51,16 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="of this model: its name or identity as stats shows them, or a pattern such as '*8B*'",
     )
-    prune.add_argument("--salt", metavar="TEXT", help="stored under this salt")
+    prune.add_argument("--salt", type=unicode_text, metavar="TEXT", help="stored under this salt")
     prune.add_argument(
-        "--cache-salt", metavar="TEXT", help="stored for requests with this cache_salt"
+        "--cache-salt",
+        type=unicode_text,
+        metavar="TEXT",
+        help="stored for requests with this cache_salt",
     )
     prune.add_argument(
         "--api-key",
+        type=unicode_text,
         metavar="KEY",
         help="stored for requests with this key, by a server with --cache-salt-from-api-key",
     )
