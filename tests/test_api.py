@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +121,27 @@ def test_an_answer_tells_the_tier_that_its_tokens_came_from(
         for request in (last, promoted):
             assert request["generated_tokens"] == 2
             assert 0 < request["prefill_ms"] <= request["first_token_ms"] <= request["total_ms"]
+
+
+def test_a_client_that_leaves_before_its_answer_is_no_traceback(
+    server: Local, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Pages are closed and scrapers time out all the time, and real faults would drown."""
+    body = b'{"model": "nobody"}'
+    head = (
+        f"POST /v1/cache/prune HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        # Closed so, what is written to the other end fails at once.
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # Which the call has to wait for.
+        with server.cache._lock:
+            s.sendall(head.encode() + body)
+            time.sleep(0.3)
+            s.close()
+        time.sleep(0.3)
+    assert server.health() == 200
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["X-Forwarded-For", "x-real-ip", "Forwarded", "Via"])

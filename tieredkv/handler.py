@@ -173,6 +173,13 @@ class TieredAPIHandler(upstream.APIHandler):
         super().setup()
         self.response_generator = _Client(self.response_generator, self.connection)
 
+    def handle(self) -> None:
+        """Upstream's. A client that leaves before its answer is no fault that needs a traceback."""
+        try:
+            super().handle()
+        except ConnectionError as e:
+            _LOG.info("tieredkv: a client left: %s", e)
+
     def send_response(self, code: int, message: str | None = None) -> None:
         self._status_sent = code
         super().send_response(code, message)
@@ -247,9 +254,8 @@ class TieredAPIHandler(upstream.APIHandler):
         )
         try:
             answer = api.answer(call, self.response_generator)
-        except ConnectionError as e:
-            _LOG.info("tieredkv: a client left: %s", e)
-            return
+        except ConnectionError:
+            raise
         except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
             status = _status(e)
             _LOG.warning("tieredkv: a call failed: %.300r", e, exc_info=status == 500)
