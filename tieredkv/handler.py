@@ -160,6 +160,7 @@ class TieredAPIHandler(upstream.APIHandler):
     # Upstream sets them, the generator at first and the others from the request.
     response_generator: Any
     body: Any
+    rfile: Any
     stream_options: dict[str, bool] | None
 
     request_id = "-"
