@@ -162,3 +162,22 @@ def test_what_is_no_text_is_refused_in_a_line(folder: Path, flag: str) -> None:
     done = run(folder, "prune", flag, b"\xff", "--dry-run")
     assert done.returncode == 2
     assert b"is no UTF-8 text" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["stats"], ["pin"], ["prune", "--unsalted", "--dry-run"]]
+)
+def test_a_terminal_obeys_no_name_of_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Hosts take names from their clients, who could clear an operator's screen, or worse."""
+    model = ("evil\x1b[2J\x1b]0;owned\x07", None, None)
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        cache.insert_cache(model, [1, 2, 3, 4], caches.make([1, 2, 3, 4]))
+        assert cache.flush(10)
+        cache.pin(model, [1, 2, 3, 4])
+        cache.insert_cache(model, [5, 6], caches.make([5, 6]))
+    assert main([*arguments, "--dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "evil" in out
+    assert set(out) & {"\x1b", "\x07"} == set()

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tieredkv.commands.console import FINE, STATUS, add_command, count
+from tieredkv.commands.console import FINE, STATUS, add_command, count, show
 from tieredkv.core import BLOCK_TOKENS, COLD_QUANTIZE, Namespace, Quantization, TieredKVError
 from tieredkv.explain import Divergence, Explanation, Wanted
 from tieredkv.identity import fingerprint
@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_as_json(explained, tokenizer), indent=2))
     else:
-        print("\n".join(_as_lines(explained, tokenizer)))
+        show(_as_lines(explained, tokenizer))
     return FINE
 
 
