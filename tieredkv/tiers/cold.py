@@ -731,14 +731,11 @@ class ColdTier(_Reading):
             pass
 
     def expire(self, now: int) -> int:
-        """See ``Tier.expire``. In bounded transactions, and none if there is nothing to do."""
-        n = 0
-        while self._read(lambda rows: rows.first_due(now), None) is not None:
-            done = self._write(partial(_expire, now))
-            if done is None or not done.counts["expired"]:
-                break
-            n += done.counts["expired"]
-        return n
+        """See ``Tier.expire``. In one bounded transaction, and none if there is nothing to do."""
+        if self._read(lambda rows: rows.first_due(now), None) is None:
+            return 0
+        done = self._write(partial(_expire, now))
+        return done.counts["expired"] if done else 0
 
     def pin(self, places: Sequence[Place]) -> Pinned:
         """See ``LowerTier.pin``. Raises ColdTierUnavailable too: it can't be written."""
