@@ -731,7 +731,11 @@ class ColdTier(_Reading):
             pass
 
     def expire(self, now: int) -> int:
-        """See ``Tier.expire``. In one bounded transaction, and none if there is nothing to do."""
+        """See ``Tier.expire``. In one bounded transaction, and none if there is nothing to do.
+
+        Whoever only reads notices here that the file was made anew, and what others store is there.
+        """
+        self._follow()
         if self._read(lambda rows: rows.first_due(now), None) is None:
             return 0
         done = self._write(partial(_expire, now))
@@ -1090,6 +1094,22 @@ class ColdTier(_Reading):
             self._environment = None
             self._condemned = frozenset()
         environment.release()
+
+    def _follow(self) -> None:
+        """Go over to the file that took the place of the one that is open."""
+        environment = self._hold()
+        if environment is None:
+            return
+        try:
+            is_replaced = environment.is_replaced
+        finally:
+            environment.release()
+        if not is_replaced:
+            return
+        self._leave(environment)
+        found = self._reopen()
+        if found is not None:
+            found.release()
 
     def _reopen(self) -> Environment | None:
         """A new environment, held, in place of one that was left; None if there can't be one."""

@@ -173,6 +173,14 @@ class Environment:
         """
         return not self._panicked and self._files == _files(self.directory)
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other files are in place of those that are open: made anew, say. Not if they are
+        gone.
+        """
+        found = _files(self.directory)
+        return None not in found and found != self._files
+
     def hold(self) -> bool:
         """Keep it open until ``release``; False if it is closed, or the parent process's."""
         with self._turn:
