@@ -3,6 +3,8 @@
 #   make lint    style and types      make bench  the measurements
 #   make models  the sweep over every architecture of mlx-lm, some minutes
 #   make crash   kills, power cuts, damage, a full and a slow disk: the long forms, half an hour
+#   make docs    the documentation as a site in build/site, and whether its links lead somewhere
+#   make wheel   build the package, install it elsewhere and test what was installed
 #   make clean   remove all that the others made
 # PYTHON=... chooses the interpreter, EXTRA=cuda12 another MLX backend than the default.
 
@@ -19,7 +21,7 @@ STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 CHOOSE := Python 3.11 or later is needed, such as: make PYTHON=python3.12 $(MAKECMDGOALS)
 BENCHES := $(wildcard bench/bench_*.py)
 
-.PHONY: test models crash demo lint bench clean venv model
+.PHONY: test models crash demo lint bench docs wheel clean venv model
 
 test: venv model
 	@echo "== tests"
@@ -64,6 +66,14 @@ bench: venv model
 	@$(BIN)/python -m pytest $(BENCHES) --benchmark-only --benchmark-columns=min --durations=0 \
 	  --durations-min=5 --benchmark-json=build/bench.json; \
 	  status=$$?; $(BIN)/python -m bench.report build/bench.json && exit $$status
+
+docs: venv
+	@echo "== docs"
+	@$(BIN)/mkdocs build --strict --quiet
+
+wheel: venv
+	@echo "== wheel"
+	@$(BIN)/python .ci/wheel.py
 
 clean:
 	@echo "== remove $(VENV), build and caches"

@@ -117,6 +117,7 @@ def test_the_public_names_are_these() -> None:
 
     assert tieredkv.__all__ == [
         "Config",
+        "GenerationThread",
         "Hit",
         "Namespace",
         "PinRefused",
@@ -128,7 +129,10 @@ def test_the_public_names_are_these() -> None:
         "TieredKVError",
         "TieredPromptCache",
         "TieredStore",
+        "adopt",
+        "generate",
         "serve",
+        "stream_generate",
     ]
     assert all(getattr(tieredkv, name) for name in tieredkv.__all__)
 

@@ -1319,3 +1319,13 @@ def test_pages_too_scattered_for_a_block_are_gathered(folder):
     assert kept >= 299
     assert tier.check() == []
     tier.close()
+
+
+def test_namespaces_that_clients_make_up_take_no_memory_without_end(tier):
+    """If this failed, a client could fill the server's memory with a new salt for each request."""
+    for i in range(5000):
+        tier.register(replace(NAMESPACE, salt=b"%d" % i))
+    assert len(tier._origins) < 5000
+    tier.register(NAMESPACE)
+    tier.put(blocks(range(4)))
+    assert [n.model for n in tier.usage().namespaces] == [NAMESPACE.model]

@@ -353,7 +353,9 @@ def test_a_file_that_is_torn_is_refused_and_kept(folder, capsys, command):
     tier.close()
     os.truncate(folder / health.DATA_NAME, 20_000)
     assert run(folder, *command) == 1
-    assert "damaged" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "damaged" in said
+    assert "can't be mended" in said
     assert (folder / health.DATA_NAME).stat().st_size == 20_000
     assert list(folder.glob("quarantine-*")) == []
 

@@ -18,12 +18,14 @@ from tieredkv.core import (
 )
 
 if TYPE_CHECKING:
+    from tieredkv.library import GenerationThread, adopt, generate, stream_generate
     from tieredkv.prompt_cache import SaltedPrompt, TieredPromptCache
     from tieredkv.server import serve
     from tieredkv.store import TieredStore
 
 __all__ = [
     "Config",
+    "GenerationThread",
     "Hit",
     "Namespace",
     "PinRefused",
@@ -35,12 +37,19 @@ __all__ = [
     "TieredKVError",
     "TieredPromptCache",
     "TieredStore",
+    "adopt",
+    "generate",
     "serve",
+    "stream_generate",
 ]
 
 # Names whose modules load mlx, fetched at first use: the command line and the health check of
 # the cold tier, which is a process of its own, must start without it.
 _LATE = {
+    "GenerationThread": "tieredkv.library",
+    "adopt": "tieredkv.library",
+    "generate": "tieredkv.library",
+    "stream_generate": "tieredkv.library",
     "SaltedPrompt": "tieredkv.prompt_cache",
     "TieredPromptCache": "tieredkv.prompt_cache",
     "TieredStore": "tieredkv.store",

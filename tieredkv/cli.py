@@ -16,17 +16,23 @@ from tieredkv.commands import (
     compact,
     completion,
     explain,
+    exporting,
+    importing,
     ls,
     pin,
     prune,
     stats,
     unpin,
     verify,
+    warm,
 )
 from tieredkv.commands.console import FAILED, STATUS
 from tieredkv.core import TieredKVError
 
-_COMMANDS = (stats, ls, explain, pin, unpin, prune, verify, compact, bench, completion)
+_COMMANDS = (
+    *(stats, ls, explain, warm, pin, unpin, prune, verify, compact),
+    *(exporting, importing, bench, completion),
+)
 
 _EXAMPLES = f"""\
 examples:

@@ -225,6 +225,18 @@ def _rejoin(places: Places[K], above: K | None, counters: Counters) -> None:
         above = places.parent(above)
 
 
+def recall(standing: Standing, before: Standing, counters: Counters) -> Standing:
+    """What becomes of a new block that had a standing elsewhere, by which it was used before."""
+    known = replace(
+        standing,
+        turn=before.turn,
+        fresh=before.fresh,
+        refs=before.refs,
+        branches=before.branches,
+    )
+    return _reclassed(standing, known, counters)
+
+
 def inherit(parent: Standing, child: Standing, counters: Counters) -> Standing:
     """What becomes of ``parent`` when ``child`` leaves: it was last used no earlier than that."""
     hangs = child.kind != BLOCK

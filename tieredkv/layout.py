@@ -651,6 +651,78 @@ def capture_windows(
     return tensors
 
 
+def trim(caches: Sequence[Any]) -> None:
+    """Let go of the rows to spare of live caches of plain attention."""
+    for cache in _flat(caches):
+        if isinstance(cache, KVCache):
+            cache.keys = cache.keys[:, :, : cache.offset]
+            cache.values = cache.values[:, :, : cache.offset]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far two states of one layout are apart, over all tokens the largest.
+
+    For a token that is the mean, over arrays that have its rows, of the length of the rows'
+    difference over the other's length: in ``first`` over the arrays of the first layer that has
+    some, in ``all`` over those of all layers. What isn't by token, such as a recurrent state,
+    counts in ``all`` as a whole.
+    """
+
+    first: float
+    all: float
+
+
+def difference(caches: Sequence[Any], others: Sequence[Any], n_tokens: int) -> Difference:
+    """How far the state of ``n_tokens`` tokens in one list of caches is from that in another."""
+    by_layer: list[NDArray[Any]] = []
+    worst = 0.0
+    for cache, other in zip(_flat(caches), _flat(others), strict=True):
+        by_token, arrays = _arrays_of(cache, n_tokens)
+        pairs = zip(arrays, _arrays_of(other, n_tokens)[1], strict=True)
+        parts = [_relative(array, theirs, by_token) for array, theirs in pairs]
+        if by_token:
+            by_layer.append(_mean_by_token(parts, n_tokens))
+        else:
+            worst = max([worst, *(float(part.max()) for part in parts)])
+    if not by_layer:
+        return Difference(0.0, worst)
+    rows = np.stack(by_layer)
+    mean = np.nansum(rows, axis=0) / np.maximum(1, np.sum(~np.isnan(rows), axis=0))
+    return Difference(float(np.nanmax(by_layer[0])), max(worst, float(mean.max())))
+
+
+def _mean_by_token(parts: Sequence[NDArray[Any]], n_tokens: int) -> NDArray[Any]:
+    """The mean of arrays that have the last tokens, aligned at their ends; NaN before those."""
+    mean = np.full(n_tokens, np.nan)
+    n = min(map(len, parts))
+    if n:
+        mean[n_tokens - n :] = np.mean([part[len(part) - n :] for part in parts], axis=0)
+    return mean
+
+
+def _arrays_of(cache: Any, n_tokens: int) -> tuple[bool, list[mx.array | None]]:
+    """A cache's state as arrays, and whether their axis 2 is of the last tokens."""
+    if sliced := _SLICED.get(type(cache)):
+        return True, [array[:, :, :n_tokens] for array in sliced.arrays(cache)]
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return True, [rows[:, :, -cache.max_size :] for rows in _all_rows(cache)]
+    return False, list(_WHOLE[type(cache)].arrays(cache))
+
+
+def _relative(array: mx.array | None, other: mx.array | None, by_token: bool) -> NDArray[Any]:
+    if array is None or other is None:
+        return np.array([0.0 if array is other else np.inf])
+    if array.shape != other.shape:
+        return np.full(min(array.shape[2], other.shape[2]) if by_token else 1, np.inf)
+    a, b = array.astype(mx.float32), other.astype(mx.float32)
+    axes = (0, 1, 3) if by_token else None
+    off, size = (mx.sqrt(mx.sum(x * x, axis=axes)) for x in (a - b, b))
+    parts: NDArray[Any] = np.array(off / mx.maximum(size, 1e-6)).reshape(-1)
+    parts[np.isnan(parts)] = np.inf
+    return parts
+
+
 class SnapshotPlan:
     """Where in a snapshot's tensors the arrays of the whole layers go.
 

@@ -225,6 +225,7 @@ class TieredPromptCache:
         self._fetched: deque[_Fetched] = deque(maxlen=_FETCHED)
         self._weights: dict[Hashable, str] = {}
         self._objects: dict[Hashable, str] = {}
+        self._bound: dict[Hashable, tuple[weakref.ref[Any], ...]] = {}
         self._lock = threading.RLock()
         # The store, not self: the finalizer must not keep the cache alive.
         self._close = weakref.finalize(self, self._store.close)
@@ -302,13 +303,44 @@ class TieredPromptCache:
         before is not found any more under this key. On the generation thread.
         """
         with self._lock, self._contained("bind"):
+            self._bound.pop(key, None)
             for name in filter(None, self._names(key)):
                 self._fingerprints.renew(name)
             self._weights[key] = layout.digest(models)
+            self._bound[key] = tuple(map(weakref.ref, models))
             try:
                 self._layouts[_unsalted(self._base(key))] = layout.probe(models)
             except Refused as e:
                 self._refuse(e)
+
+    def key_of(self, *models: Any) -> Hashable | None:
+        """The key under which these very objects, a target and maybe a draft, were bound last;
+        None if they weren't.
+        """
+        with self._lock:
+            for key, refs in reversed(self._bound.items()):
+                if len(refs) == len(models) and all(
+                    ref() is model for ref, model in zip(refs, models, strict=True)
+                ):
+                    return key
+        return None
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the host is to quantize prompts on its way, as this cache was told."""
+        return self._quantization
+
+    def found(self, model: Hashable, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a prompt are stored, maybe all, in a way that a fetch can use;
+        reads no state. With a ``quantization`` it isn't known without reading: 0.
+        """
+        with self._lock, self._contained("found"):
+            known = self._known_namespace(model, _tenant(tokens))
+            if known is None or self._quantization is not None:
+                return 0
+            namespace, shape = known
+            return self._match(self._chain(namespace, keys.as_tokens(tokens)), shape).n_tokens
+        return 0
 
     def yield_memory(self, n_bytes: int, spared: Sequence[BlockKey] = ()) -> bool:
         """Demote until MLX can take ``n_bytes`` more within ``memory_bytes``; whether it can then.
@@ -486,12 +518,14 @@ class TieredPromptCache:
         self._store.counters.add("hit_tokens_cold", hit.n_cold)
         return caches, hit.n_tokens
 
+    def _match(self, chain: Chain, shape: Layout) -> Match:
+        if shape.is_sliced:
+            return self._store.match(chain)
+        return self._store.match_state(chain, shape.n_windows(chain.block_tokens))
+
     def _load(self, chain: Chain, shape: Layout, expires: int) -> Hit | None:
         for _ in range(_TRIES):
-            if shape.is_sliced:
-                match = self._store.match(chain)
-            else:
-                match = self._store.match_state(chain, shape.n_windows(chain.block_tokens))
+            match = self._match(chain, shape)
             if not self._is_worth(chain, shape, match):
                 self._store.counters.add("recomputed")
                 match = matching.only_hot(match, chain) if shape.is_sliced else Match()

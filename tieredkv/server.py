@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import mlx.core as mx
 from huggingface_hub.constants import HF_HUB_CACHE
@@ -33,14 +33,22 @@ from tieredkv.prompt_cache import TieredPromptCache
 _LOG = logging.getLogger("tieredkv")
 
 
+_Cache = TypeVar("_Cache", bound=TieredPromptCache)
+
+
 def open_cache(args: argparse.Namespace) -> TieredPromptCache:
     """The prompt cache that the flags describe."""
+    return cache_of(TieredPromptCache, args)
+
+
+def cache_of(kind: type[_Cache], args: argparse.Namespace) -> _Cache:
+    """A prompt cache of a class of its own, otherwise as `open_cache`."""
     if mx.distributed.init().size() > 1:
         _LOG.warning("more than one rank: prompts are not cached, since ranks must hit alike")
-        return TieredPromptCache(hot_bytes=0)
+        return kind(hot_bytes=0)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hot_bytes = args.prompt_cache_bytes
-    cache = TieredPromptCache(
+    cache = kind(
         None if args.prompt_cache_dir == "none" else Path(args.prompt_cache_dir),
         hot_bytes=memory // HOT_SHARE if hot_bytes is None else hot_bytes,
         cold_bytes=args.prompt_cache_disk_bytes,

@@ -52,6 +52,10 @@ _LOG = logging.getLogger("tieredkv")
 # How long closing waits for the queue. What is left then is recomputed some day, never wrong.
 _CLOSE_SECONDS = 10.0
 
+# Clients make new ones with every salt. Of those forgotten the hot tier's blocks can't be pruned by
+# model or salt before they are on disk.
+_MAX_NAMESPACES = 4096
+
 
 def _open_cold(config: Config, counters: Counters, faults: Faults) -> LowerTier:
     if config.cold_dir is None:
@@ -342,7 +346,11 @@ class TieredStore:
 
     def register(self, namespace: Namespace) -> None:
         """Remember what a namespace is, before its first block is put."""
-        self._namespaces[namespace_key(namespace)] = namespace
+        root = namespace_key(namespace)
+        self._namespaces.pop(root, None)
+        self._namespaces[root] = namespace
+        if len(self._namespaces) > _MAX_NAMESPACES:
+            del self._namespaces[next(iter(self._namespaces))]
         self.cold.register(namespace)
 
     # ---- upkeep
@@ -383,7 +391,9 @@ class TieredStore:
             return frozenset()
         if criteria.model is None and criteria.salt is None:
             return self.hot.roots()
-        known = [root for root, name in self._namespaces.items() if criteria.means(name)]
+        # Copied: prompts are stored meanwhile.
+        named = list(self._namespaces.items())
+        known = [root for root, namespace in named if criteria.means(namespace)]
         return self.cold.meant(criteria).union(known)
 
     def pin(self, places: Sequence[Place]) -> Pinned:

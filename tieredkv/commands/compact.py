@@ -19,7 +19,7 @@ examples:
   tieredkv compact --dir /srv/prompts --json
 
 Needs as much free disk as the cold tier has in use. Servers that run let go of the old file, and
-of its disk space, with their next write.
+of its disk space, with their next write; until then they don't find what others store meanwhile.
 
 {STATUS.format(failed="it failed, and nothing was changed")}
 """

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tieredkv.commands.console import FAILED, FINE, MISUSED, STATUS, Progress, add_command, show
+from tieredkv.commands.salts import add_salts, given_salt
 from tieredkv.core import ColdTierUnavailable
-from tieredkv.keys import tenant, tenant_salt
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader, ColdTier
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
-from tieredkv.units import bytes_text, duration, size, unicode_text
+from tieredkv.units import bytes_text, duration, size
 
 _PRUNE_HELP = f"""\
 examples:
@@ -51,20 +51,7 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="of this model: its name or identity as stats shows them, or a pattern such as '*8B*'",
     )
-    prune.add_argument("--salt", type=unicode_text, metavar="TEXT", help="stored under this salt")
-    prune.add_argument(
-        "--cache-salt",
-        type=unicode_text,
-        metavar="TEXT",
-        help="stored for requests with this cache_salt",
-    )
-    prune.add_argument(
-        "--api-key",
-        type=unicode_text,
-        metavar="KEY",
-        help="stored for requests with this key, by a server with --cache-salt-from-api-key",
-    )
-    prune.add_argument("--unsalted", action="store_true", help="stored without a salt")
+    add_salts(prune)
     prune.add_argument(
         "--older-than",
         type=duration,
@@ -103,16 +90,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _criteria(options: argparse.Namespace) -> Criteria:
-    salts = (options.salt, options.cache_salt, options.api_key)
-    salted = any(text is not None for text in salts)
-    if options.unsalted and salted:
-        options.parser.error("--unsalted contradicts --salt, --cache-salt and --api-key")
-    whose = tenant(options.api_key or "", options.cache_salt or "")
-    salt = tenant_salt((options.salt or "").encode(), whose)
     age = options.older_than
     criteria = Criteria(
         model=options.model,
-        salt=salt if salted or options.unsalted else None,
+        salt=given_salt(options),
         unused_since=None if age is None else time.time_ns() - int(age * 1e9),
         to_bytes=options.to,
         pinned=options.pinned,

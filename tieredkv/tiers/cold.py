@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -58,6 +58,7 @@ from tieredkv.tiers.health import finding
 from tieredkv.tiers.ledger import ADDED, CAP, DISK, ENCODED, Ledger, Node, Origin, Rows
 from tieredkv.tiers.loader import Loader, Stored, copy_blob, own_memory
 from tieredkv.tiers.pins import PinnedPrefix
+from tieredkv.tiers.portable import Foreign, Row
 from tieredkv.tiers.pruning import Criteria, Plan, Victim
 from tieredkv.tiers.readahead import announce
 from tieredkv.tiers.records import (
@@ -70,6 +71,7 @@ from tieredkv.tiers.records import (
     described,
     record_of,
 )
+from tieredkv.tiers.selection import Chosen, Selection, choose
 from tieredkv.tiers.traffic import thread_bytes
 from tieredkv.tiers.usage import ColdUsage, NamespaceUsage, survey
 
@@ -82,6 +84,8 @@ _MAX_EVICTED_BYTES = 256 << 20
 _MAX_PURGED_BLOCKS = 256
 _MAX_PRUNED_BLOCKS = 1024
 _MAX_EXPIRED_BLOCKS = 1024
+# Namespaces whose first block may be on its way; clients make new ones with every salt.
+_MAX_ORIGINS = 4096
 # Others may write what is to go while it goes; for ever, if this did not end.
 _MAX_PRUNE_PASSES = 3
 # Pages that an empty store needs.
@@ -312,6 +316,35 @@ class _Reading:
                 f"{self._directory} can't be read; tieredkv verify tells what is wrong with it"
             )
         return plan
+
+    def choose(self, selection: Selection) -> Chosen:
+        """What an export of ``selection`` would write.
+
+        Raises:
+            UnknownPrefix: as `selection.choose`.
+            ColdTierUnavailable: the store can't be read.
+        """
+        chosen = self._read(lambda rows: choose(rows, selection), None)
+        if chosen is None:
+            raise ColdTierUnavailable(
+                f"{self._directory} can't be read; tieredkv verify tells what is wrong with it"
+            )
+        return chosen
+
+    def blob(self, row: Row) -> bytes | None:
+        """The encoded block of a row that was chosen; None if it isn't there any more."""
+
+        def copy(rows: Rows) -> bytes | None:
+            return rows.blob(row.key, row.record) if rows.has(row.key) else None
+
+        return self._read(copy, None)
+
+    def descriptions(self) -> dict[BlockKey, Mapping[str, object]]:
+        """What describes each namespace that has a block here."""
+        none: dict[BlockKey, Mapping[str, object]] = {}
+        return self._read(
+            lambda rows: {r.root: described(r.origin.description) for r in rows.namespaces()}, none
+        )
 
     def counters(self) -> ColdTierCounters:
         """What happened since this tier was opened."""
@@ -623,7 +656,12 @@ class ColdTier(_Reading):
     def register(self, namespace: Namespace) -> None:
         """Remember what describes ``namespace``; its row is written with its first block."""
         origin = Origin(base_key(namespace), describe(namespace))
-        self._origins[namespace_key(namespace)] = origin
+        root = namespace_key(namespace)
+        with self._lock:
+            self._origins.pop(root, None)
+            self._origins[root] = origin
+            if len(self._origins) > _MAX_ORIGINS:
+                del self._origins[next(iter(self._origins))]
 
     def put(self, blocks: Sequence[Block]) -> int:
         """See ``Tier.put``. Blocks are durable when it returns.
@@ -636,6 +674,31 @@ class ColdTier(_Reading):
             with self._lock:
                 self._dropped[reason] += len(blocks) - held
         return held
+
+    def adopt(
+        self, blocks: Sequence[Foreign], origins: Mapping[BlockKey, Origin]
+    ) -> tuple[int, str]:
+        """Store blocks that were encoded elsewhere, parents first, where there is room: nothing is
+        evicted for them. They keep their uses, and are durable on return.
+
+        ``origins`` describe their namespaces. Returns how many leading ones are held, and why not
+        all: "no_room", "disk_reserve", "too_large", "orphan", or "fault" if it can't be written.
+        """
+        self._origins.update(origins)
+        terms = _Terms(self._judge, frozenset(), 0)
+        held = settling = 0
+        while held < len(blocks):
+            batch = _until(blocks[held:], batch_bytes(self.cap_bytes or self._wanted_cap))
+            done = self._write(partial(self._adopt, batch, terms))
+            if done is None:
+                return held, "fault"
+            held += done.held
+            settling = 0 if done.held else settling + 1
+            if done.reason == _SETTLING and settling <= _MAX_SETTLING:
+                continue
+            if done.held < len(batch):
+                return held, done.reason
+        return held, ""
 
     def touch(self, keys: Sequence[BlockKey], expires: int = 0) -> None:
         """See ``Tier.touch``. One transaction for all."""
@@ -831,6 +894,18 @@ class ColdTier(_Reading):
             done.reason = self._store_one(ledger, item, terms, done)
             if done.reason:
                 return
+            done.held += 1
+
+    def _adopt(self, batch: Sequence[Foreign], terms: _Terms, ledger: Ledger, done: _Done) -> None:
+        for foreign, is_last in zip(batch, _ends([f.block for f in batch]), strict=True):
+            key = foreign.block.key
+            if not ledger.has(key):
+                item = _Item(foreign.block, foreign.blob, foreign.checksum, is_last)
+                done.reason = self._store_one(ledger, item, terms, done)
+                if done.reason:
+                    return
+                if ledger.has(key):
+                    ledger.recall(key, foreign.use)
             done.held += 1
 
     def _store_one(self, ledger: Ledger, item: _Item, terms: _Terms, done: _Done) -> str:
@@ -1032,6 +1107,16 @@ class ColdTier(_Reading):
         if not taken:
             environment.release()
         return self._hold()
+
+
+def _until(blocks: Sequence[Foreign], n_bytes: int) -> Sequence[Foreign]:
+    """The leading blocks up to the one with which they are of so many bytes."""
+    total = 0
+    for i, foreign in enumerate(blocks):
+        total += len(foreign.blob)
+        if total >= n_bytes:
+            return blocks[: i + 1]
+    return blocks
 
 
 def _terms(

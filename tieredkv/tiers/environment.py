@@ -39,6 +39,9 @@ _MOST_MAP_BYTES = 1 << 47
 # How long a change of the map's size waits for the transactions of this process.
 _IDLE_TIMEOUT_S = 10.0
 
+_DAMAGED = "{} is damaged ({}); {}"
+_MEND = "tieredkv verify says whether it can be mended"
+_BEYOND = "it can't be mended, and a server that starts on it begins anew"
 _BUSY = (
     f"{{}}: another process has been writing for {GATE_TIMEOUT_S:.0f} s; "
     "stop it or choose another directory"
@@ -590,7 +593,7 @@ def _move_damaged(directory: Path) -> bool:
 def _refuse_broken(directory: Path) -> bool:
     found = broken(directory)
     if found is not None:
-        raise ColdTierUnavailable(f"{directory} is damaged ({found})")
+        raise ColdTierUnavailable(_DAMAGED.format(directory, found, _BEYOND))
     health.fill_up(directory)
     # Rows may be.
     return False
@@ -609,7 +612,8 @@ def _open_read_only(directory: Path, look: Callable[[Path], str | None]) -> Envi
             swap.finish(directory)
             found = None if health.in_use(directory) else look(directory)
             if found is not None:
-                raise ColdTierUnavailable(f"{directory} is damaged ({found})")
+                hint = _BEYOND if look is broken else _MEND
+                raise ColdTierUnavailable(_DAMAGED.format(directory, found, hint))
             gate.mend()
             with gate.reading():
                 return _open_as_it_is(directory)

@@ -549,6 +549,14 @@ class Ledger(Rows):
         if self._txn.delete(key, db=self._dbs.pin) and self.has(key):
             self._list(key, None, self.use(key))
 
+    def recall(self, key: bytes, before: Use) -> None:
+        """Give a block that was just added what it was in another store; of when only for people,
+        since clocks differ.
+        """
+        use = self.use(key)
+        standing = hazard.recall(use.standing, before.standing, self._counters)
+        self._put_use(key, use, replace(use, standing=standing, used=min(use.used, before.used)))
+
     def standing(self, key: bytes) -> Standing:
         """See `hazard.Places.standing`."""
         return self.use(key).standing
