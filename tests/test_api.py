@@ -549,6 +549,9 @@ def test_other_machines_are_answered_if_the_server_is_told_to(model: Path, tmp_p
     with Local(model, tmp_path, "--host", "0.0.0.0", "--cache-api", "anywhere") as server:
         got = call(server, "GET", "/v1/cache/stats", None, address, Host="kv.example")
         assert got.status == 200
+        foreign = {"Host": "kv.example", "Origin": "https://elsewhere.example"}
+        got = call(server, "POST", "/v1/cache/prune", {"to": 0}, address, **foreign)
+        assert (got.status, got.code) == (403, "foreign_origin")
 
 
 def test_the_api_can_be_turned_off(model: Path, tmp_path: Path) -> None:

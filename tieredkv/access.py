@@ -15,7 +15,8 @@ _OF_PROXIES = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Via")
 
 
 def check_access(call: Call, who: str) -> None:
-    """Refuse everybody but programs and pages of this machine, if the server is to.
+    """Refuse everybody but programs and pages of this machine, if the server is to, and pages of
+    other sites in any case.
 
     A web page in the user's browser must not reach the API: neither as itself, which its Origin
     tells, nor under a name of its own that leads here, which the Host tells.
@@ -25,8 +26,15 @@ def check_access(call: Call, who: str) -> None:
     """
     if who == "off":
         raise Misuse(404, "not_found", "there is no such path")
-    if who == "anywhere":
-        return
+    if who != "anywhere":
+        _check_local(call)
+    host = (call.headers.get("Host") or "").lower()
+    origin = call.headers.get("Origin")
+    if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
+        raise Misuse(403, "foreign_origin", "pages of other sites are not answered here")
+
+
+def _check_local(call: Call) -> None:
     if not _is_loopback(call.client):
         raise Misuse(
             403,
@@ -43,9 +51,6 @@ def check_access(call: Call, who: str) -> None:
     found = _HOST.fullmatch(host)
     if found is None or not _is_loopback(found["ipv6"] or found["name"]):
         raise Misuse(403, "foreign_host", "ask for localhost or 127.0.0.1 by its name")
-    origin = call.headers.get("Origin")
-    if origin is not None and origin.lower() not in (f"http://{host}", f"https://{host}"):
-        raise Misuse(403, "foreign_origin", "pages of other sites are not answered here")
 
 
 def _is_loopback(host: str) -> bool:
