@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +121,61 @@ def test_an_answer_tells_the_tier_that_its_tokens_came_from(
         for request in (last, promoted):
             assert request["generated_tokens"] == 2
             assert 0 < request["prefill_ms"] <= request["first_token_ms"] <= request["total_ms"]
+
+
+def test_a_client_that_leaves_before_its_answer_is_no_traceback(
+    server: Local, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Pages are closed and scrapers time out all the time, and real faults would drown."""
+    body = b'{"model": "nobody"}'
+    head = (
+        f"POST /v1/cache/prune HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        # Closed so, what is written to the other end fails at once.
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        # Which the call has to wait for.
+        with server.cache._lock:
+            s.sendall(head.encode() + body)
+            time.sleep(0.3)
+            s.close()
+        time.sleep(0.3)
+    assert server.health() == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["X-Forwarded-For", "x-real-ip", "Forwarded", "Via"])
+def test_what_a_proxy_forwards_is_not_taken_for_a_program_of_this_machine(
+    server: Local, name: str
+) -> None:
+    """A proxy in front of the server is on its machine and may well ask for 127.0.0.1: all of the
+    Internet could remove all prompts.
+    """
+    got = call(server, "GET", "/v1/cache/stats", **{name: "203.0.113.7"})
+    assert (got.status, got.code) == (403, "forwarded")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt": "Sesame\n2026-01-01 tieredkv: request id=- status=200",}',
+        b'["Sesame \x1b[2J"]',
+        b'{"prompt": "Sesame \xff"}',
+    ],
+    ids=["no JSON", "no object", "no UTF-8"],
+)
+def test_a_broken_request_leaves_nothing_of_its_body_in_the_log(
+    server: Local, caplog: pytest.LogCaptureFixture, body: bytes
+) -> None:
+    """Logs are kept and shared by people who must not read prompts, and a client could write any
+    line into them, or what a terminal obeys.
+    """
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        reply = server.post(body, path)
+        assert reply.status == 400
+        assert "esame" not in reply.body["error"]
+    assert "esame" not in caplog.text
+    assert server.health() == 200
 
 
 def test_every_request_is_a_line_of_the_log_without_its_prompt(
@@ -433,12 +489,16 @@ def paths() -> list[tuple[str, str]]:
         ({"Host": "127.0.0.1@evil.example"}, "foreign_host"),
         ({"Host": "["}, "foreign_host"),
         ({"Host": ""}, "foreign_host"),
+        ({"Host": "evil.example@127.0.0.1"}, "foreign_host"),
+        ({"Host": "127.0.0.1%evil.example"}, "foreign_host"),
+        ({"Host": "localhost/evil.example"}, "foreign_host"),
     ],
 )
 def test_pages_of_other_sites_reach_no_part_of_the_api(
     server: Local, headers: dict[str, str], code: str
 ) -> None:
     """Any page that a user opens could read or remove all prompts."""
+    assert server.cache.flush(30)
     before = server.cache.stats()
     for method, path in paths():
         got = call(server, method, path, {} if method == "POST" else None, **headers)
@@ -491,6 +551,9 @@ def test_other_machines_are_answered_if_the_server_is_told_to(model: Path, tmp_p
     with Local(model, tmp_path, "--host", "0.0.0.0", "--cache-api", "anywhere") as server:
         got = call(server, "GET", "/v1/cache/stats", None, address, Host="kv.example")
         assert got.status == 200
+        foreign = {"Host": "kv.example", "Origin": "https://elsewhere.example"}
+        got = call(server, "POST", "/v1/cache/prune", {"to": 0}, address, **foreign)
+        assert (got.status, got.code) == (403, "foreign_origin")
 
 
 def test_the_api_can_be_turned_off(model: Path, tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import caches
 import mlx.core as mx
@@ -133,3 +135,53 @@ def test_the_public_names_are_these() -> None:
         "stream_generate",
     ]
     assert all(getattr(tieredkv, name) for name in tieredkv.__all__)
+
+
+def run(folder: Path, *arguments: str | bytes, **more: Any) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "tieredkv", arguments[0], "--dir", folder, *arguments[1:]]
+    return subprocess.run(command, capture_output=True, check=False, **more)
+
+
+@pytest.mark.parametrize("command", ["ls", "stats"])
+def test_a_terminal_that_knows_ascii_only_gets_all_that_it_can_show(
+    folder: Path, command: str
+) -> None:
+    """Over ssh and in cron the locale is often C: the branches of a tree ended it."""
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = run(folder, command, env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"model" in done.stdout
+
+
+def test_a_command_whose_output_is_closed_does_its_work(folder: Path) -> None:
+    """Programs are started so by those who want nothing of them."""
+    program = [sys.executable, "-m", "tieredkv", "stats", "--dir", str(folder)]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "-", *program], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("flag", ["--salt", "--cache-salt", "--api-key"])
+def test_what_is_no_text_is_refused_in_a_line(folder: Path, flag: str) -> None:
+    """A traceback tells nobody that a variable of a script holds bytes of another encoding."""
+    done = run(folder, "prune", flag, b"\xff", "--dry-run")
+    assert done.returncode == 2
+    assert b"is no UTF-8 text" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["ls"], ["stats"], ["pin"], ["prune", "--unsalted", "--dry-run"]]
+)
+def test_a_terminal_obeys_no_name_of_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    """Hosts take names from their clients, who could clear an operator's screen, or worse."""
+    model = ("evil\x1b[2J\x1b]0;owned\x07", None, None)
+    with TieredPromptCache(tmp_path, block_tokens=4) as cache:
+        cache.insert_cache(model, [1, 2, 3, 4], caches.make([1, 2, 3, 4]))
+        assert cache.flush(10)
+        cache.pin(model, [1, 2, 3, 4])
+        cache.insert_cache(model, [5, 6], caches.make([5, 6]))
+    assert main([*arguments, "--dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "evil" in out
+    assert set(out) & {"\x1b", "\x07"} == set()

@@ -45,6 +45,20 @@ def written(folder: Path, messages: Any) -> str:
     return str(path)
 
 
+def test_explain_refuses_what_is_no_text_in_a_line(model: Path, tmp_path: Path) -> None:
+    """A file of another encoding on standard input ended in a traceback."""
+    (tmp_path / "cold").mkdir()
+    command = [sys.executable, "-m", "tieredkv", "explain", "--dir", str(tmp_path / "cold")]
+    # As where the locale is C: what is no text is passed on.
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:surrogateescape"}
+    done = subprocess.run(
+        [*command, "--model", str(model)], input=b"caf\xe9", capture_output=True, env=env
+    )
+    assert done.returncode == 1
+    assert b"tokenized" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
 def test_explain_says_what_the_server_will_do(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import caches
+import cold_blocks
 import pytest
 import tiny
 from caches import MODEL
+from cold_blocks import PlainCodec
 from server import Local
 
 from tieredkv import SaltedPrompt, TieredPromptCache
-from tieredkv.tiers import writer
+from tieredkv.core import Block
+from tieredkv.tiers import cold, writer
+from tieredkv.tiers.cold import ColdTier
 
 TOKENS = list(range(10))
 YEAR = 365 * 86400.0
@@ -38,6 +44,45 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(writer, "_SWEEP_SECONDS", 0.05)
     return Clock(monkeypatch)
+
+
+class Watched(ColdTier):
+    """Has blocks queued while it deletes others, and tells when it gets them."""
+
+    submit: Callable[[], object] | None = None
+    n_left = 0
+
+    def expire(self, now: int) -> int:
+        n = super().expire(now)
+        if n and self.submit is not None:
+            self.submit()
+            self.submit = None
+        return n
+
+    def put(self, blocks: Sequence[Block]) -> int:
+        self.n_left = self.n_blocks
+        return super().put(blocks)
+
+
+def test_what_waits_is_written_before_all_that_has_expired_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When all of a large store expires at once its deletion takes minutes, in which the queue
+    would be full and what is computed lost.
+    """
+    monkeypatch.setattr(writer, "_SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(cold, "_MAX_EXPIRED_BLOCKS", 5)
+    with closing(Watched(tmp_path, 64 << 20, PlainCodec())) as tier:
+        past = [replace(b, expires=1) for i in range(40) for b in cold_blocks.blocks([i])]
+        fresh = cold_blocks.blocks([1000])
+        assert tier.put(past) == 40
+        writing = writer.Writer(tier, 1 << 20, lambda _keys, _n: None)
+        tier.submit = lambda: writing.submit(fresh)
+        until(lambda: tier.n_blocks == 1)
+        assert writing.close(10) == 0
+        assert 30 < tier.n_left <= 35
+        assert tier.present([fresh[0].key])
+        assert tier.check() == []
 
 
 Open = Callable[..., TieredPromptCache]

@@ -192,6 +192,16 @@ def test_blocks_that_have_expired(tmp_path: Path) -> None:
     assert (found.reason, found.n_tokens) == ("expired", 12)
 
 
+def test_a_block_that_has_expired_and_is_not_full(tmp_path: Path) -> None:
+    """Most prompts end in one, which is found by its tokens: its key is another."""
+    with opened(tmp_path) as cache:
+        put(cache, SaltedPrompt(PROMPT[:3], ttl=0.05))
+    time.sleep(0.06)
+    found = explained(tmp_path, PROMPT[:3])
+    assert (found.reason, found.n_tokens) == ("expired", 0)
+    assert explained(tmp_path, [*PROMPT[:3], 50]).reason == "expired"
+
+
 def test_layers_that_can_only_be_restored_where_their_state_was_kept(tmp_path: Path) -> None:
     """The blocks are all there, and of no use before the snapshot."""
     with opened(tmp_path) as cache:

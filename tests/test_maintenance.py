@@ -353,7 +353,9 @@ def test_a_file_that_is_torn_is_refused_and_kept(folder, capsys, command):
     tier.close()
     os.truncate(folder / health.DATA_NAME, 20_000)
     assert run(folder, *command) == 1
-    assert "damaged" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "damaged" in said
+    assert "can't be mended" in said
     assert (folder / health.DATA_NAME).stat().st_size == 20_000
     assert list(folder.glob("quarantine-*")) == []
 
@@ -830,3 +832,21 @@ def test_what_is_no_time_is_refused(text):
     """If this failed, a mistake would be taken for an age, maybe of nothing."""
     with pytest.raises(ArgumentTypeError):
         units.duration(text)
+
+
+def test_who_only_reads_goes_over_to_a_file_that_was_made_anew(tmp_path):
+    """If this failed, a server would find nothing that was stored after a ``compact``."""
+    folder = tmp_path / "cold"
+    reading = ColdTier(folder, 64 << 20, PlaneCodec())
+    reading.put(blocks_of(chain(range(8)), 2000))
+    rebuild(folder, PlaneCodec())
+    other = ColdTier(folder, 64 << 20, PlaneCodec())
+    try:
+        other.put(blocks_of(chain(range(100, 108)), 2000))
+        keys = chain(range(100, 108)).keys
+        reading.expire(time.time_ns())
+        assert len(reading.load(keys)) == len(keys)
+        assert reading.counters().faults == {}
+    finally:
+        other.close()
+        reading.close()

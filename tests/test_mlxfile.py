@@ -136,13 +136,17 @@ def test_what_mlx_lm_wrote_hits(
 
 
 def test_a_trusted_file_is_not_computed(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With hours of prefill in it, and nobody else's hands on it."""
     file, store = tmp_path / "x.safetensors", tmp_path / "store"
     cache_prompt(monkeypatch, models["qwen3"], file)
     command = ["import", str(file), "--mlx", "--model", str(models["qwen3"]), "--dir", str(store)]
     assert main([*command, "--text", TEXT, "--trust"]) == 0
+    assert capsys.readouterr().out.endswith(" tokens stored\n")
     said, n = ask(models["qwen3"], store)
     assert n > len(TEXT) // 2
     assert said == ask(models["qwen3"], None)[0]

@@ -190,6 +190,20 @@ def test_salted_prompts_go_only_if_asked_for(
         assert cache.fetch_nearest_cache(MODEL, [1, 2, 3])[1] == [3]
 
 
+def test_who_names_a_prefix_hears_of_no_salted_ones(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is missing from the file that was asked for."""
+    assert main(["ls", "--dir", str(source), "--json"]) == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    plain = next(prefix for m in models if not m["salted"] for prefix in m["prefixes"])
+    command = ["export", str(tmp_path / "x"), "--dir", str(source), "--json"]
+    assert main([*command, "--id", plain["id"]]) == 0
+    assert json.loads(capsys.readouterr().out)["hidden"] == 0
+    assert main([*command, "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["hidden"] == 1
+
+
 def test_a_model_is_chosen_by_name(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

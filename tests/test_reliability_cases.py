@@ -228,7 +228,9 @@ def test_a_slow_disk_costs_drops_and_no_time_or_memory(tmp_path: Path) -> None:
     """If this failed, a disk of a megabyte a second would hold up every prompt, or fill memory."""
     with TieredPromptCache(tmp_path, hot_bytes=HOT_BYTES) as cache:
         quick = seconds_of_inserts(cache, 0, 5)
-        assert cache.flush(30)
+        # On a busy machine some of these were dropped, too.
+        cache.flush(30)
+        assert not cache.stats().queue_bytes
         with passing("commit.piece", lambda: time.sleep(PIECE_BYTES / SLOW_BYTES_PER_S)):
             slow = seconds_of_inserts(cache, 5, 50)
         # To wait for the disk would take two seconds each.

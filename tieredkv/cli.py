@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -70,6 +71,12 @@ def commands() -> Any:
     return _parser().get_default("commands")
 
 
+def _print_all() -> None:
+    """Have what the terminal's encoding lacks printed as something else: it ends no command."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``tieredkv``; returns the exit status, 1 for a failure that was explained."""
     args = list(sys.argv[1:] if argv is None else argv)
@@ -77,10 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from tieredkv.server import serve  # late: it loads mlx
 
         return serve(args[1:])
+    _print_all()
     options = _parser().parse_args(args)
     try:
         status: int = options.run(options)
-        sys.stdout.flush()
+        # Not of `sys.stdout`, which is None where it was closed.
+        print(end="", flush=True)
         return status
     except BrokenPipeError:
         # Whoever reads, such as head, has seen enough; what is left would fail at exit, too.

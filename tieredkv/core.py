@@ -553,8 +553,9 @@ class Tier(Protocol):
 
     def expire(self, now: int) -> int:
         """Delete the leaves that have expired at ``now``, Unix time in ns, and what became a leaf
-        by that and has expired too; how many. A block whose child leaves, for whatever reason,
-        takes over the child's expiry if that is later.
+        by that and has expired too; how many. If they are very many only some: 0 means that none
+        is left, or none can be deleted. A block whose child leaves, for whatever reason, takes over
+        the child's expiry if that is later.
         """
 
     def saw(self, keys: Sequence[BlockKey], n_held: int) -> None:

@@ -236,7 +236,7 @@ def _model_differences(there: Namespace, wanted: Wanted) -> Iterator[Difference]
             text = f"stored for {there.name or there.model}"
             yield _difference("model", there.name or there.model, here.name or here.model, text)
             return
-        text = f"the weights changed: stored for {stored.files}, the files are {asked.files} now"
+        text = f"stored for other weights: {stored.files}, and the files are {asked.files} now"
         yield _difference("weights", stored.files, asked.files, text)
         return
     if wanted.knows_weights and stored.weights != asked.weights:
@@ -346,14 +346,17 @@ def missed(reason: str, why: str, n_prompt: int) -> Explanation:
 def gather(rows: Rows, tokens: Tokens, found: Found) -> Evidence:
     """What a cold tier knows of why ``found`` is all that there is of ``tokens``."""
     parent, query = next_block(tokens, found)
-    beside = tuple(b.record.tokens for b in rows.neighbours(parent, query)) if query else ()
+    beside = tuple(rows.neighbours(parent, query)) if query else ()
     chain, first = found.chain, found.last
     whole = keys.chain(chain.root, tokens, chain.block_tokens, chain.keys[:first])
     coming = (*chain.keys[first:], *whole.keys[first:])
     # What has expired is there for some seconds yet.
     now = time.time_ns()
-    has_expired = any(rows.has(key) and rows.has_expired(key, now) for key in coming[:1])
-    return Evidence(beside, any(map(rows.is_ghost, coming)), has_expired)
+    shared = found.n_stored - first * chain.block_tokens
+    longer = (b.key for b in beside if keys.common_prefix(b.record.tokens, query) > shared)
+    has_expired = any(rows.has(k) and rows.has_expired(k, now) for k in (*coming[:1], *longer))
+    texts = tuple(b.record.tokens for b in beside)
+    return Evidence(texts, any(map(rows.is_ghost, coming)), has_expired)
 
 
 def next_block(tokens: Tokens, found: Found) -> tuple[BlockKey, bytes]:

@@ -319,11 +319,12 @@ METRICS = (
         _one(lambda r: r.stats.bytes_written),
     ),
     Described(
-        "tieredkv_saved_bytes_total",
+        "tieredkv_raw_bytes_total",
         "counter",
-        "Bytes that encoding saved: raw bytes of the blocks written less their encoded bytes",
+        "Bytes in memory of the blocks that were written: what is beyond "
+        "`tieredkv_encoded_bytes_total` was saved by encoding",
         (),
-        _one(lambda r: max(0, r.details.raw_bytes - r.stats.bytes_written)),
+        _one(lambda r: r.details.raw_bytes),
     ),
     Described(
         "tieredkv_disk_bytes_total",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -159,6 +160,7 @@ class TieredAPIHandler(upstream.APIHandler):
     # Upstream sets them, the generator at first and the others from the request.
     response_generator: Any
     body: Any
+    rfile: Any
     stream_options: dict[str, bool] | None
 
     request_id = "-"
@@ -171,6 +173,13 @@ class TieredAPIHandler(upstream.APIHandler):
     def setup(self) -> None:
         super().setup()
         self.response_generator = _Client(self.response_generator, self.connection)
+
+    def handle(self) -> None:
+        """Upstream's. A client that leaves before its answer is no fault that needs a traceback."""
+        try:
+            super().handle()
+        except ConnectionError as e:
+            _LOG.info("tieredkv: a client left: %s", e)
 
     def send_response(self, code: int, message: str | None = None) -> None:
         self._status_sent = code
@@ -206,7 +215,8 @@ class TieredAPIHandler(upstream.APIHandler):
             return
         try:
             if self._has_right_length():
-                super().do_POST()
+                with self._looked_at():
+                    super().do_POST()
         except ConnectionError as e:
             self._status_sent = _CLIENT_GONE
             _LOG.info("tieredkv: a client left: %s", e)
@@ -246,9 +256,8 @@ class TieredAPIHandler(upstream.APIHandler):
         )
         try:
             answer = api.answer(call, self.response_generator)
-        except ConnectionError as e:
-            _LOG.info("tieredkv: a client left: %s", e)
-            return
+        except ConnectionError:
+            raise
         except Exception as e:  # noqa: BLE001 - the boundary: the client gets its text
             status = _status(e)
             _LOG.warning("tieredkv: a call failed: %.300r", e, exc_info=status == 500)
@@ -379,6 +388,33 @@ class TieredAPIHandler(upstream.APIHandler):
             self._refuse(413, f"Requests may have at most {_BODY_BYTES} bytes")
             return False
         return True
+
+    @contextmanager
+    def _looked_at(self) -> Iterator[None]:
+        """Have a body read again that was found to be a JSON object, if there is one: upstream
+        writes all of any other one to the log, line breaks and secrets included.
+
+        Raises:
+            ValueError, RecursionError: it is none.
+        """
+        length = self.headers.get("Content-Length") or ""
+        if self.path not in _COMPLETIONS or not length.isdecimal():
+            yield
+            return
+        connection, raw = self.rfile, self.rfile.read(int(length))
+        try:
+            is_object = isinstance(json.loads(raw.decode()), dict)
+        except UnicodeDecodeError as e:
+            raise ValueError(f"the body is no UTF-8 text: byte {e.start}") from None
+        except json.JSONDecodeError as e:
+            raise ValueError(f"Invalid JSON in request body: {e}") from None
+        if not is_object:
+            raise ValueError("Request should be a JSON dictionary")
+        self.rfile = io.BytesIO(raw)
+        try:
+            yield
+        finally:
+            self.rfile = connection
 
     def _fail(self, failure: Exception) -> None:
         status = _status(failure)

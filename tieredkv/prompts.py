@@ -43,7 +43,15 @@ def tokenizer_of(name: str, **config: Any) -> Any:
 
 
 def of_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of the prompt of a completion."""
+    """Token ids of the prompt of a completion.
+
+    Raises:
+        NoPrompt: it is no Unicode text, such as bytes of another encoding.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise NoPrompt(f"the text can't be tokenized: {e}") from e
     return list(map(int, tokenizer.encode(text)))
 
 

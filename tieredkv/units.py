@@ -1,4 +1,4 @@
-"""Sizes and times as people write them."""
+"""Sizes, times and texts as people write them."""
 
 from __future__ import annotations
 
@@ -57,6 +57,19 @@ def share(text: str) -> float:
     if not 0 <= value <= 1:
         raise ArgumentTypeError(f"{text!r} is not a share like 0.5, from 0 to 1")
     return value
+
+
+def unicode_text(text: str) -> str:
+    """Text as it is, of which bytes can be made: the shell may pass on what is no text.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ArgumentTypeError(f"{text!r} is no UTF-8 text") from None
+    return text
 
 
 def bytes_text(n: float) -> str:

@@ -18,8 +18,8 @@ examples:
   tieredkv compact
   tieredkv compact --dir /srv/prompts --json
 
-Needs as much free disk as the cold tier has in use. Servers that run let go of the old file, and
-of its disk space, with their next write.
+Needs as much free disk as the cold tier has in use. Servers that run go over to the new file, and
+let go of the old one's disk space, within some five seconds.
 
 {STATUS.format(failed="it failed, and nothing was changed")}
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tieredkv.core import DEFAULT_COLD_DIR, default_cold_dir
 
@@ -59,6 +59,15 @@ def count(text: str) -> int:
     if not text.strip().isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def show(lines: Iterable[str], file: TextIO | None = None) -> None:
+    """Print lines for people, on standard output or ``file``. Names of models come from elsewhere:
+    what a terminal would obey is replaced.
+    """
+    for line in lines:
+        shown = (c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+        print("".join(shown), file=file)
 
 
 class Progress:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tieredkv.commands.console import FINE, STATUS, add_command, count
+from tieredkv.commands.console import FINE, STATUS, add_command, count, show
 from tieredkv.core import BLOCK_TOKENS, COLD_QUANTIZE, Namespace, Quantization, TieredKVError
 from tieredkv.explain import Divergence, Explanation, Wanted
 from tieredkv.identity import fingerprint
@@ -18,6 +18,7 @@ from tieredkv.keys import as_tokens, tenant, tenant_salt
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader
 from tieredkv.tiers.null import NullTier
+from tieredkv.units import unicode_text
 
 _EXPLAIN_HELP = f"""\
 examples:
@@ -54,7 +55,7 @@ def add(commands: Any) -> None:
     prompt.add_argument(
         "file", nargs="?", metavar="FILE", help="text of a completion; - or none: standard input"
     )
-    prompt.add_argument("--text", metavar="TEXT", help="text of a completion")
+    prompt.add_argument("--text", type=unicode_text, metavar="TEXT", help="text of a completion")
     prompt.add_argument(
         "--messages",
         metavar="FILE",
@@ -102,10 +103,18 @@ def add(commands: Any) -> None:
         help=f"of a cache used as a library (default: {BLOCK_TOKENS})",
     )
     whose = explain.add_argument_group("whose prompt it is")
-    whose.add_argument("--salt", metavar="TEXT", help="the salt of a cache used as a library")
-    whose.add_argument("--cache-salt", metavar="TEXT", help="the request's cache_salt")
+    whose.add_argument(
+        "--salt",
+        type=unicode_text,
+        metavar="TEXT",
+        help="the salt of a cache used as a library",
+    )
+    whose.add_argument(
+        "--cache-salt", type=unicode_text, metavar="TEXT", help="the request's cache_salt"
+    )
     whose.add_argument(
         "--api-key",
+        type=unicode_text,
         metavar="KEY",
         help="the request's key, for a server with --cache-salt-from-api-key",
     )
@@ -132,7 +141,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(_as_json(explained, tokenizer), indent=2))
     else:
-        print("\n".join(_as_lines(explained, tokenizer)))
+        show(_as_lines(explained, tokenizer))
     return FINE
 
 

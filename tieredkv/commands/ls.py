@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tieredkv.commands.console import FINE, STATUS, add_command, count
+from tieredkv.commands.console import FINE, STATUS, add_command, count, show
 from tieredkv.core import ColdTierUnavailable
 from tieredkv.keys import PREFIX_ID_DIGITS
 from tieredkv.quantize import QuantizingCodec
@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> int:
     if not listings:
         print("nothing is stored" + f" of a model like {options.model}" * bool(options.model))
     for i, listing in enumerate(listings):
-        print("\n" * bool(i) + "\n".join(_as_lines(listing, tokenizers, options.salted)))
+        show([""] * bool(i) + _as_lines(listing, tokenizers, options.salted))
     return FINE
 
 

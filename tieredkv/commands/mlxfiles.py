@@ -219,5 +219,5 @@ def _say(options: argparse.Namespace, said: dict[str, Any], what: str) -> None:
         print(json.dumps(said, indent=2))
         return
     tokens = said.pop("tokens")
-    more = ", ".join(f"{name} {value}" for name, value in said.items())
-    print(f"{options.file}: {tokens} tokens {what}; {more}")
+    more = "".join(f"; {name} {value}" for name, value in said.items() if value is not None)
+    print(f"{options.file}: {tokens} tokens {what}{more}")

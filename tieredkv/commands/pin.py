@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tieredkv.commands.console import FAILED, FINE, STATUS, add_command
+from tieredkv.commands.console import FAILED, FINE, STATUS, add_command, show
 from tieredkv.core import PIN_SHARE, Pinned, PinRefused
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader, ColdTier
@@ -78,7 +78,7 @@ def each(
         except PinRefused as e:
             refused[prefix_id] = str(e)
     for prefix_id, why in refused.items():
-        print(f"tieredkv: {prefix_id}: {why}", file=sys.stderr)
+        show([f"tieredkv: {prefix_id}: {why}"], sys.stderr)
     if options.json:
         print(json.dumps({what: [asdict(prefix) for prefix in done], "refused": refused}, indent=2))
     for prefix in () if options.json else done:
@@ -102,10 +102,8 @@ def _list(options: argparse.Namespace) -> int:
         return FINE
     for prefix in found:
         when = datetime.fromtimestamp(prefix.pinned / 1e9).astimezone()
-        print(
-            f"{prefix.id}  {prefix.n_tokens} tokens, {bytes_text(prefix.n_bytes)}, "
-            f"{prefix.name}, since {when.isoformat(' ', 'seconds')}"
-        )
+        line = f"{prefix.id}  {prefix.n_tokens} tokens, {bytes_text(prefix.n_bytes)}, "
+        show([line + f"{prefix.name}, since {when.isoformat(' ', 'seconds')}"])
     if not found:
         print("nothing is pinned")
     return FINE

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tieredkv.commands.console import FAILED, FINE, MISUSED, STATUS, Progress, add_command
+from tieredkv.commands.console import FAILED, FINE, MISUSED, STATUS, Progress, add_command, show
 from tieredkv.commands.salts import add_salts, given_salt
 from tieredkv.core import ColdTierUnavailable
 from tieredkv.quantize import QuantizingCodec
@@ -110,7 +110,7 @@ def _agreed(plan: Plan, doomed: Sequence[Victim]) -> bool:
     if not sys.stdin.isatty():
         return False
     lines = _pruned_lines(plan.labels, doomed, "are to be removed")
-    print("\n".join(lines), file=sys.stderr)
+    show(lines, sys.stderr)
     print("Remove them? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
@@ -142,7 +142,7 @@ def _say_pruned(
     if options.json:
         print(json.dumps(_pruned_json(options, plan.labels, victims), indent=2))
         return
-    print("\n".join(_pruned_lines(plan.labels, victims, what)))
+    show(_pruned_lines(plan.labels, victims, what))
     if victims and not options.dry_run:
         print(
             "They stay readable in the file until they are overwritten, or this was run:\n"

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 
 from tieredkv.keys import tenant, tenant_salt
+from tieredkv.units import unicode_text
 
 
 def add_salts(command: argparse.ArgumentParser) -> None:
     """Add the flags, of which more than one must hold."""
-    command.add_argument("--salt", metavar="TEXT", help="stored under this salt")
+    command.add_argument("--salt", type=unicode_text, metavar="TEXT", help="stored under this salt")
     command.add_argument(
-        "--cache-salt", metavar="TEXT", help="stored for requests with this cache_salt"
+        "--cache-salt",
+        type=unicode_text,
+        metavar="TEXT",
+        help="stored for requests with this cache_salt",
     )
     command.add_argument(
         "--api-key",
+        type=unicode_text,
         metavar="KEY",
         help="stored for requests with this key, by a server with --cache-salt-from-api-key",
     )

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tieredkv.commands.console import FINE, STATUS, add_command
+from tieredkv.commands.console import FINE, STATUS, add_command, show
 from tieredkv.core import ColdTierUnavailable
 from tieredkv.quantize import QuantizingCodec
 from tieredkv.tiers.cold import ColdReader, ColdUsage, NamespaceUsage
@@ -51,11 +51,14 @@ def run(options: argparse.Namespace) -> int:
         raise ColdTierUnavailable(
             f"{options.dir} can't be read; tieredkv verify tells what is wrong with it"
         )
-    print(json.dumps(asdict(usage), indent=2) if options.json else _report(options.dir, usage))
+    if options.json:
+        print(json.dumps(asdict(usage), indent=2))
+    else:
+        show(_report(options.dir, usage))
     return FINE
 
 
-def _report(folder: Path, usage: ColdUsage) -> str:
+def _report(folder: Path, usage: ColdUsage) -> list[str]:
     lines = [
         f"{folder}",
         f"  {usage.blocks} blocks, {bytes_text(usage.live_bytes)} live, "
@@ -76,7 +79,7 @@ def _report(folder: Path, usage: ColdUsage) -> str:
         lines += ["", *_namespace_lines(namespace)]
     if not usage.namespaces:
         lines.append("  empty: nothing has been stored here yet")
-    return "\n".join(lines)
+    return lines
 
 
 def _counted_by() -> str:

@@ -770,14 +770,15 @@ class ColdTier(_Reading):
             pass
 
     def expire(self, now: int) -> int:
-        """See ``Tier.expire``. In bounded transactions, and none if there is nothing to do."""
-        n = 0
-        while self._read(lambda rows: rows.first_due(now), None) is not None:
-            done = self._write(partial(_expire, now))
-            if done is None or not done.counts["expired"]:
-                break
-            n += done.counts["expired"]
-        return n
+        """See ``Tier.expire``. In one bounded transaction, and none if there is nothing to do.
+
+        Whoever only reads notices here that the file was made anew, and what others store is there.
+        """
+        self._follow()
+        if self._read(lambda rows: rows.first_due(now), None) is None:
+            return 0
+        done = self._write(partial(_expire, now))
+        return done.counts["expired"] if done else 0
 
     def pin(self, places: Sequence[Place]) -> Pinned:
         """See ``LowerTier.pin``. Raises ColdTierUnavailable too: it can't be written."""
@@ -1132,6 +1133,22 @@ class ColdTier(_Reading):
             self._environment = None
             self._condemned = frozenset()
         environment.release()
+
+    def _follow(self) -> None:
+        """Go over to the file that took the place of the one that is open."""
+        environment = self._hold()
+        if environment is None:
+            return
+        try:
+            is_replaced = environment.is_replaced
+        finally:
+            environment.release()
+        if not is_replaced:
+            return
+        self._leave(environment)
+        found = self._reopen()
+        if found is not None:
+            found.release()
 
     def _reopen(self) -> Environment | None:
         """A new environment, held, in place of one that was left; None if there can't be one."""

@@ -39,6 +39,9 @@ _MOST_MAP_BYTES = 1 << 47
 # How long a change of the map's size waits for the transactions of this process.
 _IDLE_TIMEOUT_S = 10.0
 
+_DAMAGED = "{} is damaged ({}); {}"
+_MEND = "tieredkv verify says whether it can be mended"
+_BEYOND = "it can't be mended, and a server that starts on it begins anew"
 _BUSY = (
     f"{{}}: another process has been writing for {GATE_TIMEOUT_S:.0f} s; "
     "stop it or choose another directory"
@@ -169,6 +172,14 @@ class Environment:
         The lock file too: with another one each side would use pages again that the other reads.
         """
         return not self._panicked and self._files == _files(self.directory)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other files are in place of those that are open: made anew, say. Not if they are
+        gone.
+        """
+        found = _files(self.directory)
+        return None not in found and found != self._files
 
     def hold(self) -> bool:
         """Keep it open until ``release``; False if it is closed, or the parent process's."""
@@ -590,7 +601,7 @@ def _move_damaged(directory: Path) -> bool:
 def _refuse_broken(directory: Path) -> bool:
     found = broken(directory)
     if found is not None:
-        raise ColdTierUnavailable(f"{directory} is damaged ({found})")
+        raise ColdTierUnavailable(_DAMAGED.format(directory, found, _BEYOND))
     health.fill_up(directory)
     # Rows may be.
     return False
@@ -609,7 +620,8 @@ def _open_read_only(directory: Path, look: Callable[[Path], str | None]) -> Envi
             swap.finish(directory)
             found = None if health.in_use(directory) else look(directory)
             if found is not None:
-                raise ColdTierUnavailable(f"{directory} is damaged ({found})")
+                hint = _BEYOND if look is broken else _MEND
+                raise ColdTierUnavailable(_DAMAGED.format(directory, found, hint))
             gate.mend()
             with gate.reading():
                 return _open_as_it_is(directory)

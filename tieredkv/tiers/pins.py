@@ -66,8 +66,8 @@ def pin(ledger: Ledger, keys: Sequence[BlockKey], limit: int, when: int) -> Pinn
     Raises:
         PinRefused: all pinned ones would take more than ``limit`` bytes.
     """
-    before, after = pinned_bytes(ledger), pinned_bytes(ledger, keys)
-    if after > max(limit, before):
+    after = pinned_bytes(ledger, keys)
+    if after > limit and after > pinned_bytes(ledger):
         raise PinRefused(
             "share",
             f"pinned prompts would take {after} bytes on disk, and may take {limit}: unpin some, "

@@ -55,7 +55,9 @@ def choose(rows: Rows, selection: Selection) -> Chosen:
     named = [row for row in rows.namespaces() if selection.criteria.names(row)]
     named = [row for row in named if "block_tokens" in described(row.origin.description)]
     shown = {row.root: row.origin for row in named if selection.salted or not _is_salted(row)}
-    hidden = sum(row.totals.blocks for row in named if row.root not in shown)
+    # Who names prefixes asks for nothing else.
+    left_out = () if selection.ids else named
+    hidden = sum(row.totals.blocks for row in left_out if row.root not in shown)
     entries = {row.key: row for row in _sound(rows) if row.record.root in shown}
     wanted = _wanted(entries, selection)
     return Chosen(tuple(_latest_first(entries, wanted)), shown, hidden)

@@ -159,11 +159,17 @@ class Writer:
         self._done(keys, 0)
 
     def _sweep(self) -> None:
-        """Delete what has expired in the tier, every now and then."""
+        """Delete some of what has expired in the tier, every now and then. As long as there is
+        more, what waits goes first: all of a large store may expire at once.
+        """
         if time.monotonic() < self._next_sweep:
             return
-        self._next_sweep = time.monotonic() + _SWEEP_SECONDS
-        self._guarded(lambda _: self._tier.expire(time.time_ns()), [], 0)
+        with self._changed:
+            # Whoever flushes doesn't wait for this.
+            self._busy = False
+            self._changed.notify_all()
+        n = self._guarded(lambda _: self._tier.expire(time.time_ns()), [], 0)
+        self._next_sweep = time.monotonic() + (0 if n else _SWEEP_SECONDS)
 
     @property
     def _is_over(self) -> bool:
