@@ -124,6 +124,7 @@ def test_the_public_names_are_these() -> None:
         "Pinned",
         "Problem",
         "Quantization",
+        "Remote",
         "SaltedPrompt",
         "StoreStats",
         "TieredKVError",
