@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 
-from bench.sim import LeafLru, Request, Trace, trace_of
+from bench.sim import LeafLru, Request, Trace, rows_of, trace_of_rows
 from tieredkv.units import bytes_text, size
 
 MACHINES = (1, 2, 8, 32)
@@ -242,11 +242,8 @@ class _Run:
 
 def parse(lines: Iterable[str]) -> tuple[list[Timed], Trace]:
     """Requests with their times, and as a trace, from JSON lines."""
-    rows = [json.loads(line) for line in lines if line.strip()]
-    rows = sorted((row for row in rows if row["hash_ids"]), key=lambda row: row["timestamp"])
-    longest = max((-(-row["input_length"] // len(row["hash_ids"])) for row in rows), default=1)
-    block_tokens = 1 << (longest - 1).bit_length()
-    trace = trace_of(((row["input_length"], row["hash_ids"]) for row in rows), block_tokens)
+    rows = rows_of(lines)
+    trace = trace_of_rows(rows)
     times = [row["timestamp"] / 1000 for row in rows]
     return [Timed(t, r) for t, r in zip(times, trace.requests, strict=True)], trace
 

@@ -40,7 +40,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tieredkv import hazard
 
@@ -92,9 +92,18 @@ def flops(n_tokens: int) -> float:
 
 
 def parse(lines: Iterable[str]) -> Trace:
-    """A trace from its JSON lines. The block size is the power of two that fits them all."""
+    """A trace from its JSON lines."""
+    return trace_of_rows(rows_of(lines))
+
+
+def rows_of(lines: Iterable[str]) -> list[dict[str, Any]]:
+    """The requests that have blocks, in the order of their time."""
     rows = [json.loads(line) for line in lines if line.strip()]
-    rows = sorted((row for row in rows if row["hash_ids"]), key=lambda row: row["timestamp"])
+    return sorted((row for row in rows if row["hash_ids"]), key=lambda row: row["timestamp"])
+
+
+def trace_of_rows(rows: Sequence[dict[str, Any]]) -> Trace:
+    """A trace from its rows. The block size is the power of two that fits them all."""
     longest = max((-(-row["input_length"] // len(row["hash_ids"])) for row in rows), default=1)
     block_tokens = 1 << (longest - 1).bit_length()
     return trace_of(((row["input_length"], row["hash_ids"]) for row in rows), block_tokens)

@@ -334,7 +334,10 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
                 self.prompt_cache.insert_cache(key, done, live, cache_type="user")
             progress(processed, total)
 
-        models = self._models(kwargs)
+        models = prefill.with_caches(
+            [m for m in (kwargs["model"], kwargs["draft_model"]) if m is not None],
+            kwargs["prompt_cache"],
+        )
         target = models[0][1]
         if self._segments is None or (len(models) > 1 and not can_trim_prompt_cache(target)):
             # Upstream's own prefill: of images, or none, since it refuses to speculate.
@@ -363,15 +366,6 @@ class TieredResponseGenerator(upstream.ResponseGenerator):
     def _started(self, kwargs: dict[str, Any], should_stop: Callable[[], bool]) -> Iterator[Any]:
         responses: Iterator[Any] = _stream_generate(**kwargs)
         return _until(should_stop, responses) if self._is_distributed else responses
-
-    @staticmethod
-    def _models(kwargs: dict[str, Any]) -> list[tuple[Any, list[Any]]]:
-        """Target and maybe draft, each with its layers' caches: upstream has them in one list."""
-        target, draft, caches = kwargs["model"], kwargs["draft_model"], kwargs["prompt_cache"]
-        if draft is None:
-            return [(target, caches)]
-        n = len(target.layers)
-        return [(target, caches[:n]), (draft, caches[n:])]
 
     # ---- for the API, on any thread
 

@@ -237,7 +237,7 @@ def _prefilled(
     options = dict(request.options)
     report = options.pop("prompt_progress_callback", None) or _tell_nobody
     tokens = request.tokens
-    models = _with_caches(request.models, live)
+    models = prefill.with_caches(request.models, live)
     refuses = len(models) > 1 and not can_trim_prompt_cache(models[0][1])
     if request.cache.quantization is not None or refuses:
         # mlx-lm quantizes at the ends of its own steps. Or it won't speculate, and says so.
@@ -274,15 +274,6 @@ def _store_step(
     report(processed, total)
     if should_stop():
         raise prefill.Cancelled("nobody waits for it")
-
-
-def _with_caches(models: Sequence[Any], live: list[Any]) -> list[tuple[Any, list[Any]]]:
-    """Each model with its own layers' caches: mlx-lm has them in one list."""
-    target, *draft = models
-    if not draft:
-        return [(target, live)]
-    n = len(target.layers)
-    return [(target, live[:n]), (draft[0], live[n:])]
 
 
 def _tell_nobody(_done: int, _total: int) -> None:

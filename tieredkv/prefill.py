@@ -42,6 +42,15 @@ def cut(
     return pieces, kinds
 
 
+def with_caches(models: Sequence[Any], caches: list[Any]) -> list[tuple[Any, list[Any]]]:
+    """Target and maybe draft, each with its layers' caches: mlx-lm has them in one list."""
+    target, *draft = models
+    if not draft:
+        return [(target, caches)]
+    n = len(target.layers)
+    return [(target, caches[:n]), (draft[0], caches[n:])]
+
+
 class SequentialPrefill:
     """The prefill of one request that is served alone: stored as it goes, stopped on demand.
 
